@@ -1,0 +1,203 @@
+"""PyTorch stand-ins for the CPU operators of `sgl_kernel` that a text model with EAGLE-type speculation calls in SGLang 0.5.23.
+
+The signatures are those of the call sites in `sglang/kernels/ops/{speculative,kvcache}`, `sglang/srt/mem_cache/allocation.py` and `intel_amx_backend.py`. See `talon_sglang/cpu/__init__.py` for when they are used.
+
+Suffixes: B requests, N tree nodes per request, L KV length, H query heads, G query heads per KV head, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+__talon_stand_in__ = True
+__version__ = "0.4.10+talon.pytorch"
+
+
+def publish() -> None:
+    """Make this module importable as `sgl_kernel`, and its attention entry points reachable under `torch.ops.sgl_kernel`."""
+    sys.modules["sgl_kernel"] = sys.modules[__name__]
+    for op in (extend_attention_cpu, decode_attention_cpu):
+        setattr(torch.ops.sgl_kernel, op.__name__, op)
+
+
+# ---------------------------------------------------------------- slots
+
+
+def ragged_rows(start_B, end_B):
+    """(request, column) of every position in [start_b, end_b), request after request."""
+    lengths = (end_B - start_B).long()
+    request = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    offset = torch.arange(request.numel()) - (lengths.cumsum(0) - lengths)[request]
+    return request, start_B.long()[request] + offset
+
+
+def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len):
+    request, column = ragged_rows(start, end)
+    req_to_token[req_pool_indices.long()[request], column] = out_cache_loc[: column.numel()].to(req_to_token.dtype)
+
+
+def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len):
+    request, column = ragged_rows(start, end)
+    out_cache_loc[: column.numel()] = req_to_token[req_pool_indices.long()[request], column].to(out_cache_loc.dtype)
+
+
+def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_lens, out_cache_loc, pool_len, topk, num_steps):
+    column = seq_lens.long()[:, None] + torch.arange(topk * num_steps)
+    out_cache_loc.copy_(req_to_token[req_pool_indices.long()[:, None], column].flatten())
+
+
+def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
+    """Move KV rows inside each layer's buffer; the buffers come as raw addresses and row sizes in bytes."""
+    target, source = tgt_loc.numpy(), src_loc.numpy()
+    if target.size == 0:
+        return
+    rows = int(max(target.max(), source.max())) + 1
+    for address, row_bytes in zip(data_ptrs.tolist(), strides.tolist()):
+        memory = (ctypes.c_uint8 * (rows * row_bytes)).from_address(address)
+        buffer = np.ctypeslib.as_array(memory).reshape(rows, row_bytes)
+        buffer[target] = buffer[source]  # the right side is a copy, so overlapping moves are safe
+
+
+def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_loc):
+    accepted = accept_index.flatten()
+    accepted = accepted[accepted > -1].long()
+    accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]
+
+
+# ---------------------------------------------------------------- tokens and trees
+
+
+def fill_bonus_tokens_cpu(accept_tokens, accept_lens, bonus_tokens, accept_stride):
+    last = torch.arange(accept_lens.numel()) * accept_stride + accept_lens.long() - 1
+    bonus_tokens[: accept_lens.numel()] = accept_tokens.flatten()[last].to(bonus_tokens.dtype)
+
+
+def rotate_input_ids_cpu(input_ids, start, lengths, topk_index, select_index=None):
+    """Shift each request's ids left by one and put its next token last (or at `select_index`)."""
+    for i, (first, length) in enumerate(zip(start.tolist(), lengths.tolist())):
+        if length == 0:
+            continue
+        input_ids[first : first + length - 1] = input_ids[first + 1 : first + length].clone()
+        last = first + length - 1 if select_index is None else int(select_index[i])
+        input_ids[last] = topk_index.flatten()[i]
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list, selected_index, seq_lens, tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, depth, n, mode
+):
+    """Stock EAGLE's tree (TALON builds its own, `talon_sglang/verify_input.py`): candidate ids in layer-major order, parents by `id // topk`; mask mode QLEN_ONLY."""
+    if int(mode) != 1:
+        raise NotImplementedError(f"tree mask mode {int(mode)}: SGLang's CPU path uses QLEN_ONLY (1)")
+    batch = seq_lens.numel()
+    mask_BNN = tree_mask[: batch * n * n].view(batch, n, n)
+    positions_BN = positions.view(batch, n)
+    retrieve_index.copy_(torch.arange(batch * n).view(batch, n))
+    for b, (selected, parents) in enumerate(zip(selected_index.tolist(), parent_list.tolist())):
+        node_of = {candidate: node + 1 for node, candidate in enumerate(selected)}
+        groups = [candidate // topk for candidate in selected]
+        parent_of = [0] + [0 if g == 0 else node_of[parents[g]] for g in groups]
+        next_token, next_sibling = [-1] * n, [-1] * n
+        for node in range(n - 1, 0, -1):
+            next_sibling[node], next_token[parent_of[node]] = next_token[parent_of[node]], node
+        mask_NN, depth_N = torch.eye(n, dtype=tree_mask.dtype), [0] * n
+        for node in range(1, n):  # parents come before children
+            mask_NN[node] |= mask_NN[parent_of[node]]
+            depth_N[node] = depth_N[parent_of[node]] + 1
+        mask_BNN[b] = mask_NN
+        positions_BN[b] = torch.tensor(depth_N) + seq_lens[b]
+        retrieve_next_token[b] = torch.tensor(next_token)
+        retrieve_next_sibling[b] = torch.tensor(next_sibling)
+
+
+def verify_tree_greedy_cpu(
+    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict
+):
+    """Walk each tree from the root while a child carries the target's token; `predicts` receives the target's token after each accepted node."""
+    width = accept_index.shape[1]
+    trees = (candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict.view_as(candidates))
+    for b, (tokens, index, first_child, sibling, target) in enumerate(zip(*(t.tolist() for t in trees))):
+        node, path = 0, [0]
+        while len(path) < width:
+            child = first_child[node]
+            while child != -1 and tokens[child] != target[node]:
+                child = sibling[child]
+            if child == -1:
+                break
+            node = child
+            path.append(node)
+        for step, accepted in enumerate(path):
+            accept_index[b, step] = index[accepted]
+            predicts[index[accepted]] = target[accepted]
+        accept_token_num[b] = len(path) - 1
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attend(q_NHD, k_LGD, v_LGD, mask_NL, scale):
+    """Softmax attention with the query heads of one KV head stacked as rows, so that grouped-query heads need no copies of K and V. `mask_NL` True = visible, None = all."""
+    n, heads, size = q_NHD.shape
+    kv_heads = k_LGD.shape[1]
+    group = heads // kv_heads
+    q = q_NHD.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, size)
+    k, v = k_LGD.transpose(0, 1)[None].to(q.dtype), v_LGD.transpose(0, 1)[None].to(q.dtype)
+    mask = None if mask_NL is None else mask_NL.repeat(group, 1)[None, None]
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return o.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
+
+
+def extend_attention_cpu(
+    q, k, v, o, k_buffer, v_buffer, k_scale, v_scale, req_to_token, req_pool_indices, seq_lens, extend_lens, extend_start, max_extend_len,
+    scale, logit_cap, is_cross, window, encoder_lens=None, sinks=None, tree_mask=None, is_causal=True,
+):  # fmt: skip
+    """New tokens against their request's KV (already written): causal among themselves, or by `tree_mask` (flat N*N per request)."""
+    refuse_unsupported(logit_cap, is_cross, window, sinks)
+    mask_at = 0
+    for row, length, new, first in zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), extend_start.tolist()):
+        slots = req_to_token[row, :length].long()
+        mask_NL = None
+        if is_causal:
+            mask_NL = torch.ones(new, length, dtype=torch.bool)
+            if tree_mask is None:
+                mask_NL[:, length - new :] = torch.ones(new, new, dtype=torch.bool).tril()
+            else:
+                mask_NL[:, length - new :] = tree_mask[mask_at : mask_at + new * new].view(new, new)
+                mask_at += new * new
+        o[first : first + new] = attend(q[first : first + new], k_buffer[slots], v_buffer[slots], mask_NL, scale)
+
+
+def decode_attention_cpu(
+    q, k_buffer, v_buffer, k_scale, v_scale, o, k, v, loc, attn_logits, req_to_token, req_pool_indices, seq_lens,
+    scale, logit_cap, is_cross, window, encoder_lens=None, sinks=None,
+):  # fmt: skip
+    """One new token per row; writes its K and V first."""
+    refuse_unsupported(logit_cap, is_cross, window, sinks)
+    if k is not None:
+        k_buffer[loc] = k.view(-1, *k_buffer.shape[1:]).to(k_buffer.dtype)
+        v_buffer[loc] = v.view(-1, *v_buffer.shape[1:]).to(v_buffer.dtype)
+    for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
+        slots = req_to_token[row, :length].long()
+        o[i : i + 1] = attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], None, scale)
+
+
+def refuse_unsupported(logit_cap, is_cross, window, sinks) -> None:
+    """The stand-ins cover plain causal attention; a silently wrong answer would be worse than a stop."""
+    if logit_cap or is_cross or sinks is not None or window > 0:
+        raise NotImplementedError(
+            "the PyTorch stand-ins for sgl_kernel do not implement logit caps, cross attention, sliding windows or attention sinks: serve this model with a real sgl_kernel"
+        )
+
+
+def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
+    """Stock EAGLE's per-branch slot table [B*topk, pool_len]: the request's prefix, then the branch's own `num_steps` slots."""
+    table = torch.zeros(req_pool_indices.numel() * topk, pool_len, dtype=req_to_token.dtype)
+    for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
+        branches = table[i * topk : (i + 1) * topk]
+        branches[:, :length] = req_to_token[row, :length]
+        branches[:, length : length + num_steps] = req_to_token[row, length : length + topk * num_steps].view(topk, num_steps)
+    return table

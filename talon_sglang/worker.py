@@ -1,0 +1,134 @@
+"""The TALON worker: SGLang's EAGLE-3 worker with another way to draft.
+
+One decode round of a batch (`EAGLEWorkerV2.forward_batch_generation`):
+    draft         TalonDraftWorker.draft: grow each request's tree layer by layer, one draft forward a layer over the frontier nodes of all requests
+    target verify inherited; the width is N, whatever the shapes
+    accept        inherited; KV of the accepted path is moved to the front
+    draft extend  inherited, over the accepted tokens; gives the next round's root distribution and hidden state
+
+Suffixes: B requests, L lanes, N node budget, H hidden size, V draft vocabulary, K root candidates.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.eagle_worker_common import prepare_for_draft
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
+
+from talon_sglang.draft_attention import CpuTreeAttention
+from talon_sglang.observe import Counters, Trace, metrics_enabled
+from talon_sglang.settings import TalonSettings
+from talon_sglang.tree import TreeBatch, exact_topk
+from talon_sglang.verify_input import build_verify_input
+
+
+class TalonWorker(EAGLEWorkerV2):
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker):
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        settings = TalonSettings.handed_over()
+        # EAGLEWorkerV2 names its draft worker's class in the constructor. Backends and graphs are built later, so the class can still change here, and nothing of the constructor needs a copy.
+        self._draft_worker.__class__ = TalonDraftWorker
+        self._draft_worker.tree_config = settings.tree
+        self.counters = Counters() if metrics_enabled() else None
+        self.trace = Trace(settings.trace) if settings.trace else None
+
+    def verify(self, batch, *args, **kwargs):
+        seq_lens, rids = batch.seq_lens, [req.rid for req in batch.reqs]
+        result = super().verify(batch, *args, **kwargs)
+        trees = self._draft_worker.trees
+        if self.counters:
+            self.counters.add(trees, result.accept_lens)
+        if self.trace:
+            tokens_BN = self._draft_worker.target_tokens_BN
+            self.trace.write(trees, rids, seq_lens, tokens_BN, result.accept_index, result.accept_lens, result.next_draft_input.bonus_tokens)
+        return result
+
+
+class TalonDraftWorker(EagleDraftWorker):
+    tree_config = None  # set by TalonWorker
+    trees: TreeBatch  # the current round's
+    target_tokens_BN: torch.Tensor  # the same nodes as target ids, root included
+
+    def init_attention_backend(self):
+        super().init_attention_backend()  # draft extend's; SGLang builds no multi-step backend for one step
+        self.tree_attention = CpuTreeAttention(self.draft_runner)
+
+    # ------------------------------------------------------------ draft
+
+    def draft(self, batch):
+        state = batch.spec_info  # from the last draft extend: root candidates, hidden states, root tokens
+        n = self.tree_config.node_budget
+        # Asked for a chain of N steps, SGLang hands out the first N slots past each prefix: the verify window, one slot a node.
+        forward_batch, _, _ = prepare_for_draft(state, self.req_to_token_pool, batch, None, self.draft_runner, topk=1, num_steps=n)
+        forward_batch.mark_forward_metadata_ready()  # `plan` is the metadata
+        slots_BN = batch.out_cache_loc.view(-1, n)
+
+        trees = TreeBatch(slots_BN.shape[0], self.tree_config, slots_BN.device)
+        hidden_BNH = state.hidden_states.new_zeros(*slots_BN.shape, state.hidden_states.shape[-1])  # recurrent draft state of each node
+        hidden_BNH[:, 0] = state.hidden_states
+        trees.expand_first(state.topk_p, state.topk_index)
+        while trees.num_lanes:
+            request_L, node_L = trees.frontier
+            parent_L = trees.parents_BN[request_L, node_L]
+            forward_batch.input_ids = self.target_ids(trees.tokens_BN[request_L, node_L])
+            forward_batch.positions = batch.seq_lens[request_L] + trees.depth - 1
+            forward_batch.out_cache_loc = slots_BN[request_L, node_L]
+            state.hidden_states = hidden_BNH[request_L, parent_L]
+            self.tree_attention.plan(trees, batch.seq_lens_cpu, batch.req_pool_indices, slots_BN)
+            with forward_context(ForwardContext(attn_backend=self.tree_attention), forward_batch=forward_batch):
+                output = self.draft_runner.forward(forward_batch).logits_output
+            hidden_BNH[request_L, node_L] = output.hidden_states
+            trees.expand(output.next_token_logits.float().log_softmax(-1))
+
+        tokens_BN = self.target_ids(trees.tokens_BN.clamp(min=0))
+        verify_input = build_verify_input(trees, state.bonus_tokens, tokens_BN, batch.seq_lens, slots_BN)
+        self.trees, self.target_tokens_BN = trees, verify_input.draft_token.view_as(tokens_BN)
+        return verify_input
+
+    def target_ids(self, draft_ids):
+        """Draft vocabulary to target vocabulary (d2t)."""
+        return draft_ids if self.hot_token_id is None else self.hot_token_id[draft_ids]
+
+    # ------------------------------------------------------------ draft extend
+
+    def _draft_extend_for_prefill(self, *args, **kwargs):
+        with root_candidates_as_log_probs():
+            return super()._draft_extend_for_prefill(*args, **kwargs)
+
+    def _draft_extend_for_decode(self, batch, result, **kwargs):
+        """SGLang extends the draft over all N rows of each request; only the accepted ones count, so run as many as the longest accepted path has."""
+        rows = batch.seq_lens.numel(), self.tree_config.node_budget
+        width, stride, window = int(result.accept_lens.max()), self.speculative_num_draft_tokens, batch.out_cache_loc
+        hidden = result.logits_output.hidden_states
+        accepted = replace(
+            result,
+            next_token_ids=result.next_token_ids.view(*rows)[:, :width].flatten(),
+            logits_output=replace(result.logits_output, hidden_states=hidden.view(*rows, -1)[:, :width].flatten(0, 1)),
+        )
+        batch.out_cache_loc = window.view(*rows)[:, :width].flatten()
+        self.speculative_num_draft_tokens = width
+        try:
+            with root_candidates_as_log_probs():
+                super()._draft_extend_for_decode(batch, accepted, **kwargs)  # writes into result.next_draft_input
+        finally:
+            self.speculative_num_draft_tokens, batch.out_cache_loc = stride, window
+
+
+@contextmanager
+def root_candidates_as_log_probs():
+    """Draft extend ends with `fast_topk(renorm_draft_probs(logits))`, whose result travels to the next round. Inside this context it gives log-probabilities and `exact_topk`'s order of ties instead.
+
+    The two names are globals of SGLang's module; a version without them fails here, at the first prefill, with AttributeError.
+    """
+    original = eagle_worker_v2.renorm_draft_probs, eagle_worker_v2.fast_topk
+    eagle_worker_v2.renorm_draft_probs = lambda logits, *_: logits.float().log_softmax(-1)
+    eagle_worker_v2.fast_topk = lambda log_probs, k, dim: exact_topk(log_probs, min(k, log_probs.shape[-1]))
+    try:
+        yield
+    finally:
+        eagle_worker_v2.renorm_draft_probs, eagle_worker_v2.fast_topk = original
