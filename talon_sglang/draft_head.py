@@ -1,6 +1,7 @@
 """Does an EAGLE-3 head fit its target, and will SGLang 0.5.23 load all of it?
 
-SGLang drops unknown tensors and leaves missing ones at random values, both without a word (`models/llama_eagle3.py`, load_weights); such a head serves with an accept length of 1. So TALON checks names and shapes
+SGLang drops unknown tensors and leaves missing ones at random values, both without a word (`models/llama_eagle3.py`, load_weights); such a
+head serves with an accept length of 1. So TALON checks names and shapes
 before the start, and train/export.py before it finishes.
 """
 
@@ -79,7 +80,10 @@ def check_config(head_dir: Path, config: dict, target_config: dict) -> None:
 
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture != ARCHITECTURE:
-        fail(f"architectures is {architecture}, not the EAGLE-3 class that SGLang loads", f"set it to [{ARCHITECTURE!r}] if this is an EAGLE-3 head for a text model")
+        fail(
+            f"architectures is {architecture}, not the EAGLE-3 class that SGLang loads",
+            f"set it to [{ARCHITECTURE!r}] if this is an EAGLE-3 head for a text model",
+        )
     if "draft_vocab_size" not in config:
         fail("draft_vocab_size is missing, which SGLang reads unconditionally", "set it to the number of rows of lm_head")
     for field in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
@@ -88,12 +92,21 @@ def check_config(head_dir: Path, config: dict, target_config: dict) -> None:
     if config.get("tie_word_embeddings", True):
         fail("tie_word_embeddings is true or missing, with which SGLang would drop the trained lm_head", "set it to false")
     if config["vocab_size"] != target_config["vocab_size"]:
-        fail(f"vocab_size is {config['vocab_size']}, the target's is {target_config['vocab_size']}", "use the head that was trained for this target")
+        fail(
+            f"vocab_size is {config['vocab_size']}, the target's is {target_config['vocab_size']}",
+            "use the head that was trained for this target",
+        )
     if config["draft_vocab_size"] is not None and not 0 < config["draft_vocab_size"] <= config["vocab_size"]:
-        fail(f"draft_vocab_size is {config['draft_vocab_size']}, outside 1 .. vocab_size {config['vocab_size']}", "set it to the number of rows of lm_head")
+        fail(
+            f"draft_vocab_size is {config['draft_vocab_size']}, outside 1 .. vocab_size {config['vocab_size']}",
+            "set it to the number of rows of lm_head",
+        )
     target_hidden = config.get("target_hidden_size", config["hidden_size"])
     if target_hidden != target_config["hidden_size"]:
-        fail(f"the head expects target hidden states of {target_hidden}, the target has {target_config['hidden_size']}", "use the head that was trained for this target")
+        fail(
+            f"the head expects target hidden states of {target_hidden}, the target has {target_config['hidden_size']}",
+            "use the head that was trained for this target",
+        )
     if "eagle_aux_hidden_state_layer_ids" in config:
         fail("eagle_aux_hidden_state_layer_ids stands at the top level, where SGLang ignores it", "move it into eagle_config")
     check_layers(config, target_config, fail)
@@ -105,7 +118,10 @@ def check_layers(config: dict, target_config: dict, fail) -> None:
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         if layers < 7:
-            fail(f"it names no aux layers, and the default ones need a target of at least 7 layers where this one has {layers}", "set eagle_config.eagle_aux_hidden_state_layer_ids")
+            fail(
+                f"it names no aux layers, and the default ones need a target of at least 7 layers where this one has {layers}",
+                "set eagle_config.eagle_aux_hidden_state_layer_ids",
+            )
     elif sorted(set(ids)) != list(ids) or not all(isinstance(i, int) and 0 <= i < layers for i in ids):
         fail(f"eagle_aux_hidden_state_layer_ids is {ids}", f"use ascending layer numbers below the target's {layers} layers")
 
@@ -115,12 +131,21 @@ def check_tensors(head_dir: Path, shapes: dict[str, tuple[int, ...]], expected: 
     missing = sorted(set(expected) - set(shapes))
     unknown = sorted(set(shapes) - set(expected) - ignored)
     if missing:
-        raise DraftHeadError(f"{head_dir} lacks the tensor {missing[0]} ({len(missing)} missing), which SGLang would leave at random values; export the head again")
+        raise DraftHeadError(
+            f"{head_dir} lacks the tensor {missing[0]} ({len(missing)} missing), which SGLang would leave at random values; export the "
+            "head again"
+        )
     if unknown:
-        raise DraftHeadError(f"{head_dir} holds the tensor {unknown[0]} ({len(unknown)} unknown), which SGLang would drop silently; export the head again, or correct its config")
+        raise DraftHeadError(
+            f"{head_dir} holds the tensor {unknown[0]} ({len(unknown)} unknown), which SGLang would drop silently; export the head "
+            "again, or correct its config"
+        )
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise DraftHeadError(f"{head_dir}: {name} has the shape {list(shapes[name])} where config.json makes it {list(shape)}; use the config that the head was trained with")
+            raise DraftHeadError(
+                f"{head_dir}: {name} has the shape {list(shapes[name])} where config.json makes it {list(shape)}; use the config that "
+                "the head was trained with"
+            )
 
 
 def check_d2t(head_dir: Path, config: dict) -> None:
@@ -130,7 +155,10 @@ def check_d2t(head_dir: Path, config: dict) -> None:
     d2t = load_tensor(head_dir, "d2t").long()
     target_ids = d2t + torch.arange(d2t.numel())
     if target_ids.min() < 0 or target_ids.max() >= config["vocab_size"] or target_ids.unique().numel() != target_ids.numel():
-        raise DraftHeadError(f"{head_dir}: d2t does not hold offsets to distinct target ids (d2t[i] + i); if it holds the ids themselves, subtract 0, 1, 2, ...")
+        raise DraftHeadError(
+            f"{head_dir}: d2t does not hold offsets to distinct target ids (d2t[i] + i); if it holds the ids themselves, subtract 0, 1, "
+            "2, ..."
+        )
 
 
 # ---------------------------------------------------------------- files
@@ -144,9 +172,13 @@ def local_folder(path: str | Path, what: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin"] if what == "draft head" else ["config.json"]))
+        return Path(
+            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin"] if what == "draft head" else ["config.json"])
+        )
     except Exception as error:
-        raise DraftHeadError(f"the {what} {path} is neither a folder nor a model that the hub gives ({type(error).__name__}); check the path") from error
+        raise DraftHeadError(
+            f"the {what} {path} is neither a folder nor a model that the hub gives ({type(error).__name__}); check the path"
+        ) from error
 
 
 def read_config(folder: Path, what: str) -> dict:

@@ -17,8 +17,12 @@ class Counters:
         from prometheus_client import Counter
 
         self.rounds = Counter("talon:rounds", "Verify rounds, counted per request")
-        self.forwards = Counter("talon:draft_forwards", "Draft distributions levels computed, the draft extend included, summed over request rounds")
-        self.degraded = Counter("talon:degraded_rounds", "Request rounds that fell back to plain decoding because the draft gave non-finite scores")
+        self.forwards = Counter(
+            "talon:draft_forwards", "Draft distributions levels computed, the draft extend included, summed over request rounds"
+        )
+        self.degraded = Counter(
+            "talon:degraded_rounds", "Request rounds that fell back to plain decoding because the draft gave non-finite scores"
+        )
         self.nodes = Counter("talon:drafted_nodes", "Tree nodes verified, the root not counted")
         self.accepted = Counter("talon:accepted_nodes", "Drafted nodes accepted")
 
@@ -31,7 +35,9 @@ class Counters:
 
 
 class Trace:
-    """Appends `{rid, round, seq_len, tokens, parents, depths, log_probs, accepted, bonus, degraded}` per request and round; tokens are target ids, log-probs cumulative natural logs of the draft."""
+    """Appends `{rid, round, seq_len, tokens, parents, depths, log_probs, accepted, bonus, degraded}` per request and round; tokens are
+    target ids, log-probs cumulative natural logs of the draft.
+    """
 
     def __init__(self, path: str):
         Path(path).parent.mkdir(parents=True, exist_ok=True)

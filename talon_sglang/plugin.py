@@ -1,10 +1,12 @@
 """The entry point `talon` of SGLang's group `sglang.srt.plugins`: SGLang calls `load` once in the parent and in every spawned process.
 
-SGLang logs and swallows what a plugin raises, after which `--speculative-algorithm TALON` would end as "unknown algorithm". So whatever goes wrong here while TALON was asked for ends the process instead, with one sentence.
+SGLang logs and swallows what a plugin raises, after which `--speculative-algorithm TALON` would end as "unknown algorithm". So whatever
+goes wrong here while TALON was asked for ends the process instead, with one sentence.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -20,7 +22,10 @@ def load() -> None:
         register_algorithm()
         register_flags()
     except Exception as error:
-        reason = f"TALON could not be registered with SGLang {version('sglang')} ({type(error).__name__}: {error}); this plugin is made for {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+        reason = (
+            f"TALON could not be registered with SGLang {version('sglang')} ({type(error).__name__}: {error}); "
+            f"this plugin is made for {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+        )
         if asked_for(sys.argv):
             raise SystemExit(reason) from error  # not an Exception, so SGLang does not swallow it
         logger.error(reason)
@@ -29,7 +34,9 @@ def load() -> None:
 def asked_for(argv: list[str]) -> bool:
     """True if the command line names TALON as the speculative algorithm."""
     flag = "--speculative-algorithm"
-    values = [following for arg, following in zip(argv, argv[1:]) if arg == flag] + [arg.partition("=")[2] for arg in argv if arg.startswith(flag + "=")]
+    values = [following for arg, following in zip(argv, argv[1:]) if arg == flag] + [
+        arg.partition("=")[2] for arg in argv if arg.startswith(flag + "=")
+    ]
     return any(value.upper() == "TALON" for value in values)
 
 
@@ -43,7 +50,8 @@ def register_algorithm() -> None:
         return
     check_interface()
 
-    # Overlap scheduling is turned off at the start (algorithm.py); registering it as unsupported would only add a deprecation warning about V1 workers, which this is not.
+    # Overlap scheduling is turned off at the start (algorithm.py); registering it as unsupported would only add a deprecation warning about
+    # V1 workers, which this is not.
     @SpeculativeAlgorithm.register("TALON", supports_overlap=True, spec_class=TalonAlgorithm)
     def worker_class(server_args):
         from talon_sglang.worker import TalonWorker
@@ -64,16 +72,25 @@ def add_flags(_, parser) -> None:
     group.add_argument(
         "--talon-gate",
         default=None,
-        help="gate mu in (0, 1]: a candidate is drafted if its path probability is at least mu times the layer's best (default 0.03). Larger is deeper and narrower.",
+        help="gate mu in (0, 1]: a candidate is drafted if its path probability is at least mu times the layer's best (default 0.03); "
+        "larger is deeper and narrower",
     )
-    group.add_argument("--talon-trace", default=None, metavar="FILE", help="append every round's draft tree and accepted path to this JSONL file (slows serving; for evaluation)")
+    group.add_argument(
+        "--talon-trace",
+        default=None,
+        metavar="FILE",
+        help="append every round's draft tree and accepted path to this JSONL file (slows serving; for evaluation)",
+    )
     steps = parser._option_string_actions["--speculative-num-steps"]
     steps.type = depth_cap
     steps.help += " TALON: the depth cap of the draft tree; 0 or none for the paper's uncapped rule."
 
 
 def depth_cap(text: str) -> int:
-    return 0 if text.lower() == "none" else int(text)
+    try:
+        return 0 if text.lower() == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor none") from None
 
 
 def read_flags(*args, **kwargs) -> None:
@@ -82,10 +99,16 @@ def read_flags(*args, **kwargs) -> None:
 
     namespace = args[-1]
     algorithm.started_from_command_line = True
-    for flag, variable in (("talon_gate", GATE_ENV), ("talon_trace", TRACE_ENV)):
-        value = getattr(namespace, flag, None)
-        if value is None:
-            continue
-        if (namespace.speculative_algorithm or "").upper() != "TALON":
-            raise SystemExit(f"--{flag.replace('_', '-')} is only for --speculative-algorithm TALON, and that is {namespace.speculative_algorithm}: remove the one or set the other")
-        os.environ[variable] = value
+    wanted = (namespace.speculative_algorithm or "").upper() == "TALON"
+    for flag, variable in (("--talon-gate", GATE_ENV), ("--talon-trace", TRACE_ENV)):
+        value = getattr(namespace, flag[2:].replace("-", "_"), None)
+        if value is not None and not wanted:
+            raise SystemExit(
+                f"{flag} is only for --speculative-algorithm TALON, and that is {namespace.speculative_algorithm}: remove the one or "
+                "set the other"
+            )
+        if value is not None:
+            os.environ[variable] = value
+    if wanted:
+        # SGLang reads the head's config before it asks the algorithm, and would end in a traceback of its own.
+        algorithm.check_head_early(namespace.speculative_draft_model_path, namespace.model_path)

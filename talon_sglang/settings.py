@@ -1,4 +1,6 @@
-"""What the user set: the tree, and where to write a trace. Read once at the start, handed to the spawned processes through one environment variable."""
+"""What the user set: the tree, and where to write a trace. Read once at the start, handed to the spawned processes through one environment
+variable.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from talon_sglang.tree import TreeConfig
 
 SGLANG_VERSION = "0.5.23"  # the only version whose internals this plugin was read and tested against
 
-# Drafting deeper than this was never worth a draft forward with the heads measured so far (docs/settings.md has the table); 0 is the paper's uncapped rule.
+# Drafting deeper than this was never worth a draft forward with the heads measured so far (docs/settings.md has the table); 0 is the
+# paper's uncapped rule.
 DEFAULT_DEPTH_CAP = 10
 
 GATE_ENV, TRACE_ENV = "TALON_GATE", "TALON_TRACE"  # set by --talon-gate and --talon-trace, or by the user of sglang.Engine
@@ -46,9 +49,17 @@ def read_settings(num_draft_tokens: int | None, eagle_topk: int | None, num_step
     except ValueError:
         gate = None
     flags = {
-        "--speculative-num-draft-tokens": (num_draft_tokens, "the node budget, root included, must be a whole number of at least 2", lambda v: v >= 2),
+        "--speculative-num-draft-tokens": (
+            num_draft_tokens,
+            "the node budget, root included, must be a whole number of at least 2",
+            lambda v: v >= 2,
+        ),
         "--speculative-eagle-topk": (eagle_topk, "the first-layer width must be a whole number of at least 1", lambda v: v >= 1),
-        "--speculative-num-steps": (num_steps, "the depth cap must be at least 1, or 0 or none for the paper's uncapped rule", lambda v: v >= 0),
+        "--speculative-num-steps": (
+            num_steps,
+            "the depth cap must be at least 1, or 0 or none for the paper's uncapped rule",
+            lambda v: v >= 0,
+        ),
     }
     for flag, (value, rule, valid) in flags.items():
         if value is not None and not valid(value):

@@ -11,12 +11,15 @@
 
 The optional depth cap (not in the paper) ends the loop after that many layers.
 
-Ties: of two candidates with the same path probability the one whose parent was drafted earlier wins, then the one with the smaller token id; nodes enter the tree in that order. Path probabilities are
-sums of log-probabilities in float64, so the tree does not depend on how requests are batched.
+Ties: of two candidates with the same path probability the one whose parent was drafted earlier wins, then the one with the smaller token
+id; nodes enter the tree in that order. Path probabilities are sums of log-probabilities in float64, so the tree does not depend on how
+requests are batched.
 
-`TreeBatch` grows the trees of a whole batch together, every request with its own shape. `grow_tree` is the same code for one tree. The serving worker drives `TreeBatch` itself.
+`TreeBatch` grows the trees of a whole batch together, every request with its own shape. `grow_tree` is the same code for one tree. The
+serving worker drives `TreeBatch` itself.
 
-Suffixes: B requests, N tree nodes, L lanes (the nodes whose children are wanted, request after request), V vocabulary, K first-layer width, C candidates.
+Suffixes: B requests, N tree nodes, L lanes (the nodes whose children are wanted, request after request), V vocabulary, K first-layer width,
+C candidates.
 """
 
 from __future__ import annotations
@@ -75,8 +78,9 @@ def grow_tree(next_log_probs: Callable[[list[tuple[int, ...]]], torch.Tensor], c
     """Grow one tree.
 
     Args:
-        next_log_probs: maps a list of token paths (the empty tuple is the root) to a `[len(paths), vocab]` tensor of draft log-probabilities. -inf is a token of probability zero;
-            a row with NaN, +inf or nothing but -inf counts as a failed draft and degrades the tree to its root.
+        next_log_probs: maps a list of token paths (the empty tuple is the root) to a `[len(paths), vocab]` tensor of draft
+            log-probabilities. -inf is a token of probability zero; a row with NaN, +inf or nothing but -inf counts as a failed draft and
+            degrades the tree to its root.
         config: the tree's settings.
     """
     trees = TreeBatch(1, config)
@@ -92,8 +96,8 @@ def grow_tree(next_log_probs: Callable[[list[tuple[int, ...]]], torch.Tensor], c
 class TreeBatch:
     """The growing trees of B requests.
 
-    While `num_lanes` is not zero: compute the draft distribution of every lane in `frontier`, then call `expand`. Nodes of request b are 0 .. size_B[b]-1; the rest of a row is padding
-    (parent -1, token 0).
+    While `num_lanes` is not zero: compute the draft distribution of every lane in `frontier`, then call `expand`. Nodes of request b are
+    0 .. size_B[b]-1; the rest of a row is padding (parent -1, token 0).
     """
 
     def __init__(self, batch: int, config: TreeConfig, device: torch.device | str = "cpu"):
@@ -104,7 +108,8 @@ class TreeBatch:
         self.parents_BN = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.depths_BN = torch.zeros(shape, dtype=torch.int64, device=device)
         self.log_probs_BN = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.ancestors_BNN = torch.eye(config.node_budget, dtype=torch.bool, device=device).repeat(batch, 1, 1)  # each node sees itself and its path
+        # each node sees itself and its path
+        self.ancestors_BNN = torch.eye(config.node_budget, dtype=torch.bool, device=device).repeat(batch, 1, 1)
         self.size_B = torch.ones(batch, dtype=torch.int64, device=device)
         self.layers_B = torch.zeros(batch, dtype=torch.int64, device=device)  # draft distributions used per request: the paper's delta
         self.degraded_B = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -147,7 +152,8 @@ class TreeBatch:
         score_L = self._parent_scores()
         anchor_B = torch.full_like(self.log_probs_BN[:, 0], -math.inf)
         anchor_B.scatter_reduce_(0, self._request_L, self._alive(score_L + best_L), "amax")
-        threshold_L = (anchor_B[self._request_L] + math.log(self.config.gate) - score_L).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        gate_B = anchor_B + math.log(self.config.gate)
+        threshold_L = (gate_B[self._request_L] - score_L).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         threshold_L[self.degraded_B[self._request_L]] = math.inf
         # A cheap pass in the logits' own precision with a margin, then the exact gate in float64 on the few that are left.
         slack_L = 1e-4 * (1 + threshold_L.abs())
@@ -159,8 +165,8 @@ class TreeBatch:
             token_C = token_LR.sort(dim=1).values.flatten()
         else:
             lane_C, token_C = passing_LV.nonzero(as_tuple=True)
-        score_C, gate_C = log_probs_LV[lane_C, token_C].double() + score_L[lane_C], (anchor_B + math.log(self.config.gate))[self._request_L[lane_C]]
-        # Inclusive, up to the rounding of the log-probabilities themselves: 0.05 passes a gate of 0.1 under an anchor of 0.5 also in float32.
+        score_C, gate_C = log_probs_LV[lane_C, token_C].double() + score_L[lane_C], gate_B[self._request_L[lane_C]]
+        # Inclusive, up to the rounding of the log-probabilities: 0.05 passes a gate of 0.1 under an anchor of 0.5 in float32 too.
         exact_C = score_C >= gate_C - torch.finfo(log_probs_LV.dtype).eps * (1 + gate_C.abs())
         return lane_C[exact_C], token_C[exact_C]
 

@@ -1,6 +1,8 @@
-"""From grown trees to SGLang's target verify: tokens, positions, mask and retrieval links. The width is always N, so verify and its graphs do not see the shape.
+"""From grown trees to SGLang's target verify: tokens, positions, mask and retrieval links. The width is always N, so verify and its graphs
+do not see the shape.
 
-A tree may have fewer than N nodes (depth cap, failed draft). The rest of its row is filler: the root's token at the root's position, seen by nobody and linked to nothing, so that verify can never accept it.
+A tree may have fewer than N nodes (depth cap, failed draft). The rest of its row is filler: the root's token at the root's position, seen
+by nobody and linked to nothing, so that verify can never accept it.
 
 Suffixes: B requests, N node budget.
 """

@@ -1,7 +1,8 @@
 """The TALON worker: SGLang's EAGLE-3 worker with another way to draft.
 
 One decode round of a batch (`EAGLEWorkerV2.forward_batch_generation`):
-    draft         TalonDraftWorker.draft: grow each request's tree layer by layer, one draft forward a layer over the frontier nodes of all requests
+    draft         TalonDraftWorker.draft: grow each request's tree layer by layer, one draft forward a layer over the frontier nodes of all
+    requests
     target verify inherited; the width is N, whatever the shapes
     accept        inherited; KV of the accepted path is moved to the front
     draft extend  inherited, over the accepted tokens; gives the next round's root distribution and hidden state
@@ -31,7 +32,8 @@ class TalonWorker(EAGLEWorkerV2):
     def __init__(self, server_args, gpu_id, nccl_port, target_worker):
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         settings = TalonSettings.handed_over()
-        # EAGLEWorkerV2 names its draft worker's class in the constructor. Backends and graphs are built later, so the class can still change here, and nothing of the constructor needs a copy.
+        # EAGLEWorkerV2 names its draft worker's class in the constructor. Backends and graphs are built later, so the class can still
+        # change here, and nothing of the constructor needs a copy.
         self._draft_worker.__class__ = TalonDraftWorker
         self._draft_worker.tree_config = settings.tree
         self.counters = Counters() if metrics_enabled() else None
@@ -45,7 +47,9 @@ class TalonWorker(EAGLEWorkerV2):
             self.counters.add(trees, result.accept_lens)
         if self.trace:
             tokens_BN = self._draft_worker.target_tokens_BN
-            self.trace.write(trees, rids, seq_lens, tokens_BN, result.accept_index, result.accept_lens, result.next_draft_input.bonus_tokens)
+            self.trace.write(
+                trees, rids, seq_lens, tokens_BN, result.accept_index, result.accept_lens, result.next_draft_input.bonus_tokens
+            )
         return result
 
 
@@ -101,7 +105,9 @@ class TalonDraftWorker(EagleDraftWorker):
             return super()._draft_extend_for_prefill(*args, **kwargs)
 
     def _draft_extend_for_decode(self, batch, result, **kwargs):
-        """SGLang extends the draft over all N rows of each request; only the accepted ones count, so run as many as the longest accepted path has."""
+        """SGLang extends the draft over all N rows of each request; only the accepted ones count, so run as many as the longest accepted
+        path has.
+        """
         rows = batch.seq_lens.numel(), self.tree_config.node_budget
         width, stride, window = int(result.accept_lens.max()), self.speculative_num_draft_tokens, batch.out_cache_loc
         hidden = result.logits_output.hidden_states
@@ -121,7 +127,8 @@ class TalonDraftWorker(EagleDraftWorker):
 
 @contextmanager
 def root_candidates_as_log_probs():
-    """Draft extend ends with `fast_topk(renorm_draft_probs(logits))`, whose result travels to the next round. Inside this context it gives log-probabilities and `exact_topk`'s order of ties instead.
+    """Draft extend ends with `fast_topk(renorm_draft_probs(logits))`, whose result travels to the next round. Inside this context it gives
+    log-probabilities and `exact_topk`'s order of ties instead.
 
     The two names are globals of SGLang's module; a version without them fails here, at the first prefill, with AttributeError.
     """

@@ -1,11 +1,13 @@
 """Run stock SGLang on a CPU that has no build of `sgl_kernel`.
 
-SGLang 0.5.23 imports its compiled operators from the top-level package `sgl_kernel` as soon as it believes to be on a CPU, and PyPI has no CPU wheel of it. `activate` is the entry point
-`talon_cpu` of SGLang's group `sglang.srt.platforms`: SGLang calls it in the parent and in every spawned process, before the scheduler module is imported (a general plugin would be too late there).
-It returns None, so SGLang goes on with its own CPU platform.
+SGLang 0.5.23 imports its compiled operators from the top-level package `sgl_kernel` as soon as it believes to be on a CPU, and PyPI has no
+CPU wheel of it. `activate` is the entry point `talon_cpu` of SGLang's group `sglang.srt.platforms`: SGLang calls it in the parent and in
+every spawned process, before the scheduler module is imported (a general plugin would be too late there). It returns None, so SGLang goes on
+with its own CPU platform.
 
-The stand-ins (`sgl_kernel.py`, `torchvision.py` beside this file) are private modules that are published under the public names only if all of these hold:
-SGLANG_USE_CPU_ENGINE=1 is set, no CUDA device is visible, and no real package of that name is installed or imported. A real package therefore always wins.
+The stand-ins (`sgl_kernel.py`, `torchvision.py` beside this file) are private modules that are published under the public names only if all
+of these hold: SGLANG_USE_CPU_ENGINE=1 is set, no CUDA device is visible, and no real package of that name is installed or imported. A real
+package therefore always wins.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ def installed(package: str) -> bool:
 
 
 def keep_intel_amx_selectable() -> None:
-    """SGLang's `intel_amx` backend is plain Python around two operators; argument resolution drops it on CPUs without AMX, whose operators we just supplied.
+    """SGLang's `intel_amx` backend is plain Python around two operators; argument resolution drops it on CPUs without AMX, whose operators
+    we just supplied.
 
-    Only argument resolution and the kernel-independent paths read this override: layers ask `cpu_has_amx_support()` instead, which stays False.
+    Only argument resolution and the kernel-independent paths read this override: layers ask `cpu_has_amx_support()` instead, which stays
+    False.
     """
     from sglang.srt.runtime_context import get_platform
 

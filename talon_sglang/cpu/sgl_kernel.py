@@ -1,6 +1,7 @@
 """PyTorch stand-ins for the CPU operators of `sgl_kernel` that a text model with EAGLE-type speculation calls in SGLang 0.5.23.
 
-The signatures are those of the call sites in `sglang/kernels/ops/{speculative,kvcache}`, `sglang/srt/mem_cache/allocation.py` and `intel_amx_backend.py`. See `talon_sglang/cpu/__init__.py` for when they are used.
+The signatures are those of the call sites in `sglang/kernels/ops/{speculative,kvcache}`, `sglang/srt/mem_cache/allocation.py` and
+`intel_amx_backend.py`. See `talon_sglang/cpu/__init__.py` for when they are used.
 
 Suffixes: B requests, N tree nodes per request, L KV length, H query heads, G query heads per KV head, D head size.
 """
@@ -88,9 +89,22 @@ def rotate_input_ids_cpu(input_ids, start, lengths, topk_index, select_index=Non
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list, selected_index, seq_lens, tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, depth, n, mode
+    parent_list,
+    selected_index,
+    seq_lens,
+    tree_mask,
+    positions,
+    retrieve_index,
+    retrieve_next_token,
+    retrieve_next_sibling,
+    topk,
+    depth,
+    n,
+    mode,
 ):
-    """Stock EAGLE's tree (TALON builds its own, `talon_sglang/verify_input.py`): candidate ids in layer-major order, parents by `id // topk`; mask mode QLEN_ONLY."""
+    """Stock EAGLE's tree (TALON builds its own, `talon_sglang/verify_input.py`): candidate ids in layer-major order, parents by `id //
+    topk`; mask mode QLEN_ONLY.
+    """
     if int(mode) != 1:
         raise NotImplementedError(f"tree mask mode {int(mode)}: SGLang's CPU path uses QLEN_ONLY (1)")
     batch = seq_lens.numel()
@@ -117,7 +131,9 @@ def build_tree_kernel_efficient_cpu(
 def verify_tree_greedy_cpu(
     predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict
 ):
-    """Walk each tree from the root while a child carries the target's token; `predicts` receives the target's token after each accepted node."""
+    """Walk each tree from the root while a child carries the target's token; `predicts` receives the target's token after each accepted
+    node.
+    """
     width = accept_index.shape[1]
     trees = (candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict.view_as(candidates))
     for b, (tokens, index, first_child, sibling, target) in enumerate(zip(*(t.tolist() for t in trees))):
@@ -140,7 +156,9 @@ def verify_tree_greedy_cpu(
 
 
 def attend(q_NHD, k_LGD, v_LGD, mask_NL, scale):
-    """Softmax attention with the query heads of one KV head stacked as rows, so that grouped-query heads need no copies of K and V. `mask_NL` True = visible, None = all."""
+    """Softmax attention with the query heads of one KV head stacked as rows, so that grouped-query heads need no copies of K and V.
+    `mask_NL` True = visible, None = all.
+    """
     n, heads, size = q_NHD.shape
     kv_heads = k_LGD.shape[1]
     group = heads // kv_heads
@@ -189,7 +207,8 @@ def refuse_unsupported(logit_cap, is_cross, window, sinks) -> None:
     """The stand-ins cover plain causal attention; a silently wrong answer would be worse than a stop."""
     if logit_cap or is_cross or sinks is not None or window > 0:
         raise NotImplementedError(
-            "the PyTorch stand-ins for sgl_kernel do not implement logit caps, cross attention, sliding windows or attention sinks: serve this model with a real sgl_kernel"
+            "the PyTorch stand-ins for sgl_kernel do not implement logit caps, cross attention, sliding windows or attention sinks: "
+            "serve this model with a real sgl_kernel"
         )
 
 

@@ -1,4 +1,4 @@
-"""A text-only stand-in for `torchvision`, which SGLang imports eagerly for its image processors. Anything that would touch an image raises."""
+"""A text-only stand-in for `torchvision`, which SGLang imports eagerly for its image processors. What would touch an image raises."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_ragged_batches_grow_the_same_trees_as_single_requests():
             lanes = [(int(b), paths(batch.tree(b))[v]) for b, v in zip(*batch.frontier)]
             batch.expand(torch.cat([drafts[b]([path]) for b, path in lanes]).float())
         for b, draft in enumerate(drafts):
-            single = grow_tree(lambda token_paths: draft(token_paths).float(), config)
+            single = grow_tree(lambda token_paths, draft=draft: draft(token_paths).float(), config)
             assert batch.tree(b) == single
             assert int(batch.layers_B[b]) == max(single.depths)
             seen = batch.ancestors_BNN[b, : len(single), : len(single)]
@@ -190,7 +190,9 @@ def test_exact_topk_against_a_sort():
     assert exact_topk(torch.tensor([[1.0, math.nan]]), 1)[0].isnan().all()
 
 
-@pytest.mark.parametrize("field, value", [("node_budget", 0), ("first_layer_width", 0), ("gate", 0.0), ("gate", 1.5), ("depth_cap", -1), ("node_budget", 2.5)])
+@pytest.mark.parametrize(
+    "field, value", [("node_budget", 0), ("first_layer_width", 0), ("gate", 0.0), ("gate", 1.5), ("depth_cap", -1), ("node_budget", 2.5)]
+)
 def test_a_bad_setting_names_the_field_and_the_value(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         TreeConfig(**{field: value})

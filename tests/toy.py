@@ -1,0 +1,137 @@
+"""A toy target and a toy EAGLE-3 head with hand-set weights, whose behaviour is known on paper.
+
+The 64 tokens fall into three groups. The target walks through each group in a fixed cycle: after token t comes `after(t)`, whatever came
+before.
+    sure     0..23   the draft knows the next token almost with certainty
+    hopeless 24..47  the draft spreads its bets evenly over the group
+    broken   48..63  the draft's scores overflow: non-finite from the first layer on
+
+How the weights do that: embeddings are one-hot (plus a constant channel), and the target's layers add nothing, so its head sees the last
+token only. The draft's attention looks at its own position only
+(constant queries and keys: the rotary score is largest at distance 0), and copies the one-hot of its token to the output; the target's
+features are ignored.
+
+Suffixes: V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 128, 2, 64
+GROUPS = {"sure": range(0, 24), "hopeless": range(24, 48), "broken": range(48, 64)}
+CONSTANT = VOCAB  # the hidden channel that is 1 for every token
+
+
+def after(token: int) -> int:
+    group = next(g for g in GROUPS.values() if token in g)
+    return group[(token - group[0] + 7) % len(group)]  # 7 has no factor in common with 24 and 16, so each cycle visits its whole group
+
+
+def answer(last: int, length: int) -> list[int]:
+    """What the target says after a prompt that ends in `last`."""
+    tokens = []
+    for _ in range(length):
+        last = after(last)
+        tokens.append(last)
+    return tokens
+
+
+def write_toy(folder: Path) -> tuple[Path, Path]:
+    """Write (target, head) folders in the layouts that SGLang loads."""
+    target, head = folder / "target", folder / "head"
+    write(target, target_config(), target_weights())
+    write(head, head_config(), head_weights())
+    return target, head
+
+
+def write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def target_config() -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def head_config() -> dict:
+    aux = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return target_config() | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCAB,
+        "eagle_config": aux,
+    }
+
+
+def embedding_VH() -> torch.Tensor:
+    embedding = torch.zeros(VOCAB, HIDDEN)
+    embedding[:, :VOCAB] = torch.eye(VOCAB)
+    embedding[:, CONSTANT] = 1.0
+    return embedding
+
+
+def target_weights() -> dict[str, torch.Tensor]:
+    next_VH = torch.zeros(VOCAB, HIDDEN)
+    for token in range(VOCAB):
+        next_VH[after(token), token] = 5.0
+    weights = {"model.embed_tokens.weight": embedding_VH(), "model.norm.weight": torch.ones(HIDDEN), "lm_head.weight": next_VH}
+    for i in range(target_config()["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        weights |= {layer + f"self_attn.{p}_proj.weight": torch.zeros(HIDDEN, HIDDEN) for p in "qkvo"}
+        weights |= mlp(layer) | {layer + f"{n}_layernorm.weight": torch.ones(HIDDEN) for n in ("input", "post_attention")}
+    return weights
+
+
+def mlp(layer: str) -> dict[str, torch.Tensor]:
+    return {layer + f"mlp.{p}_proj.weight": torch.zeros(64, HIDDEN) for p in ("gate", "up")} | {
+        layer + "mlp.down_proj.weight": torch.zeros(HIDDEN, 64)
+    }
+
+
+def head_weights() -> dict[str, torch.Tensor]:
+    look_at_self = torch.zeros(HIDDEN, 2 * HIDDEN)  # the first half of each rotary pair gets the (normed) constant channel, blown up
+    for h in range(HEADS):
+        look_at_self[h * HEAD_DIM : h * HEAD_DIM + HEAD_DIM // 2, CONSTANT] = 4.0
+    copy_token = torch.zeros(HIDDEN, 2 * HIDDEN)
+    copy_token[:VOCAB, :VOCAB] = torch.eye(VOCAB)  # head 0's value is the normed embedding: 8 x the one-hot of the token ...
+    # ... minus the parent's one-hot (normed: sqrt(128) x), which the residual would otherwise carry along
+    copy_token[:VOCAB, HIDDEN : HIDDEN + VOCAB] = -(0.5**0.5) * torch.eye(VOCAB)
+    scores_VH = torch.zeros(VOCAB, HIDDEN)
+    for token in GROUPS["sure"]:
+        scores_VH[after(token), token] = 4.0
+    for token in GROUPS["hopeless"]:
+        scores_VH[list(GROUPS["hopeless"]), token] = 4.0
+    for token in GROUPS["broken"]:
+        scores_VH[:, token] = 3e38
+    layer = "midlayer."
+    return (
+        {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN), "norm.weight": torch.ones(HIDDEN), "lm_head.weight": scores_VH}
+        | {layer + f"self_attn.{p}_proj.weight": look_at_self for p in "qk"}
+        | {layer + "self_attn.v_proj.weight": copy_token, layer + "self_attn.o_proj.weight": torch.eye(HIDDEN)}
+        | mlp(layer)
+        | {layer + f"{n}.weight": torch.ones(HIDDEN) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    )
