@@ -12,19 +12,18 @@ Suffixes: B requests, L lanes, N node budget, H hidden size, V draft vocabulary,
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_common import prepare_for_draft
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
 from talon_sglang.draft_attention import CpuTreeAttention
 from talon_sglang.observe import Counters, Trace, metrics_enabled
+from talon_sglang.patches import root_candidates_as_log_probs, sampled_verify
 from talon_sglang.settings import TalonSettings
-from talon_sglang.tree import TreeBatch, exact_topk
+from talon_sglang.tree import TreeBatch
 from talon_sglang.verify_input import build_verify_input
 
 
@@ -41,7 +40,8 @@ class TalonWorker(EAGLEWorkerV2):
 
     def verify(self, batch, *args, **kwargs):
         seq_lens, rids = batch.seq_lens, [req.rid for req in batch.reqs]
-        result = super().verify(batch, *args, **kwargs)
+        with sampled_verify(self.target_worker.model_runner.sampler):
+            result = super().verify(batch, *args, **kwargs)
         trees = self._draft_worker.trees
         if self.counters:
             self.counters.add(trees, result.accept_lens)
@@ -123,19 +123,3 @@ class TalonDraftWorker(EagleDraftWorker):
                 super()._draft_extend_for_decode(batch, accepted, **kwargs)  # writes into result.next_draft_input
         finally:
             self.speculative_num_draft_tokens, batch.out_cache_loc = stride, window
-
-
-@contextmanager
-def root_candidates_as_log_probs():
-    """Draft extend ends with `fast_topk(renorm_draft_probs(logits))`, whose result travels to the next round. Inside this context it gives
-    log-probabilities and `exact_topk`'s order of ties instead.
-
-    The two names are globals of SGLang's module; a version without them fails here, at the first prefill, with AttributeError.
-    """
-    original = eagle_worker_v2.renorm_draft_probs, eagle_worker_v2.fast_topk
-    eagle_worker_v2.renorm_draft_probs = lambda logits, *_: logits.float().log_softmax(-1)
-    eagle_worker_v2.fast_topk = lambda log_probs, k, dim: exact_topk(log_probs, min(k, log_probs.shape[-1]))
-    try:
-        yield
-    finally:
-        eagle_worker_v2.renorm_draft_probs, eagle_worker_v2.fast_topk = original

@@ -41,10 +41,10 @@ def answer(last: int, length: int) -> list[int]:
     return tokens
 
 
-def write_toy(folder: Path) -> tuple[Path, Path]:
-    """Write (target, head) folders in the layouts that SGLang loads."""
+def write_toy(folder: Path, spread: bool = False) -> tuple[Path, Path]:
+    """Write (target, head) folders in the layouts that SGLang loads; `spread` makes the target the Markov chain `transitions()`."""
     target, head = folder / "target", folder / "head"
-    write(target, target_config(), target_weights())
+    write(target, target_config(), target_weights() | ({"lm_head.weight": spread_VH()} if spread else {}))
     write(head, head_config(), head_weights())
     return target, head
 
@@ -92,6 +92,21 @@ def embedding_VH() -> torch.Tensor:
     embedding[:, :VOCAB] = torch.eye(VOCAB)
     embedding[:, CONSTANT] = 1.0
     return embedding
+
+
+def spread_VH() -> torch.Tensor:
+    """A target head under which several tokens are likely after each token; the draft's guesses are among them."""
+    scores_VH = torch.zeros(VOCAB, HIDDEN)
+    scores_VH[:, :VOCAB] = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7)) * 0.25
+    for token in range(VOCAB):
+        scores_VH[after(token), token] += 0.3
+    return scores_VH
+
+
+def transitions() -> torch.Tensor:
+    """[V, V] log-probabilities of the spread target: row = last token, column = next."""
+    normed_VH = embedding_VH() / (embedding_VH().pow(2).mean(-1, keepdim=True) + target_config()["rms_norm_eps"]).sqrt()
+    return (normed_VH @ spread_VH().T).log_softmax(-1)
 
 
 def target_weights() -> dict[str, torch.Tensor]:
