@@ -1,0 +1,158 @@
+"""The real driver with the real DeepSpeed on a toy: resume, ZeRO stages, one and two processes, export."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from tests.train.toy import toy_config
+from train.export import ExportError, export
+from train.head import load_head
+from train.reference import ReferenceHead
+
+pytestmark = pytest.mark.slow
+WORDS = "the river runs past a mill where grain is ground and bread is baked each morning for the town".split()
+
+
+@pytest.fixture(scope="module")
+def toy(target_dir, tmp_path_factory):
+    """Folder with a toy target, answers and a recipe of about 30 steps."""
+    folder = tmp_path_factory.mktemp("training")
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(toy_config(vocab=49152, hidden=32)).float()
+    with torch.no_grad():  # a target that only ever says the answers' words: they are what the draft vocabulary holds
+        said = sorted({token for word in WORDS for token in tokenizer(" " + word)["input_ids"]})
+        head = torch.zeros_like(model.lm_head.weight)
+        head[said] = 20 * model.lm_head.weight[said]
+        model.lm_head.weight.copy_(head)
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    rows = []
+    for i in range(48):
+        answer = " ".join(WORDS[(i * 5 + j) % len(WORDS)] for j in range(6 + i % 9))
+        messages = [{"role": "user", "content": f"Tell me {i}"}, {"role": "assistant", "content": answer}]
+        rows.append({"id": f"row{i}", "messages": messages, "truncated": i % 5 == 0})
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "target": str(folder / "target"),
+        "output_dir": str(folder / "run"),
+        "answers": {"file": str(folder / "answers.jsonl")},
+        "features": {"mode": "cache", "folder": str(folder / "features")},
+        "head": {"draft_vocab_size": 400},
+        "train": {"ttt_steps": 3, "epochs": 3, "micro_batch_tokens": 240, "learning_rate": 0.01, "precision": "fp32", "held_out": 0.1}
+        | {"log_every": 1, "eval_every": 10, "save_every": 5},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def command(toy, name, *sets, processes=0):
+    """processes 0: plain python; otherwise the deepspeed launcher."""
+    script = ["train/draft_head.py", "--recipe", str(toy / "recipe.yaml"), "--set", f"output_dir={toy / name}"]
+    script += [word for item in sets for word in ("--set", item)]
+    if not processes:
+        return [sys.executable, *script]
+    port = 20000 + os.getpid() % 20000 + processes
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(port), *script]
+
+
+def run(repo_root, *args, **kwargs):
+    done = subprocess.run(command(*args, **kwargs), cwd=repo_root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def head(toy, name):
+    return load_file(toy / name / "head" / "model.safetensors")
+
+
+def metrics(toy, name):
+    rows = [json.loads(line) for line in (toy / name / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_second")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole_run(toy, repo_root):
+    run(repo_root, toy, "whole")
+    return "whole"
+
+
+def test_loss_falls_and_evaluation_leaves_no_trace(toy, repo_root, whole_run):
+    rows = [row for row in metrics(toy, whole_run) if "held_out" not in row]
+    assert rows[-1]["loss"][0] < 0.85 * rows[0]["loss"][0]
+    run(repo_root, toy, "no-eval", "train.eval_every=1000000")
+    expected, found = head(toy, whole_run), head(toy, "no-eval")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_killed_run_continues_as_if_it_had_not_been_killed(toy, repo_root, whole_run):
+    latest = toy / "killed" / "latest"
+    process = subprocess.Popen(command(toy, "killed"), cwd=repo_root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not (latest.exists() and latest.read_text() >= "step-000010"):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (toy / "killed" / "head").exists()
+    out = run(repo_root, toy, "killed")
+    assert "up to date" not in out
+    assert metrics(toy, "killed") == metrics(toy, whole_run)  # every step once, same losses, same learning rates
+    expected, found = head(toy, whole_run), head(toy, "killed")
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert "up to date" in run(repo_root, toy, "killed")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_stages_and_two_processes_learn_the_same_head(toy, repo_root, stage):
+    """Two processes and two accumulation steps in one process cut the same steps differently: the same head comes out."""
+    short = ["train.epochs=1", f"train.zero_stage={stage}", "train.held_out=0"]
+    run(repo_root, toy, f"one-{stage}", *short, "train.gradient_accumulation=2", processes=1)
+    run(repo_root, toy, f"two-{stage}", *short, processes=2)
+    one, two = head(toy, f"one-{stage}"), head(toy, f"two-{stage}")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-4, msg=name)
+    losses = [[row["loss"] for row in metrics(toy, f"{name}-{stage}")] for name in ("one", "two")]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_folder_with_another_run_is_refused_or_restarted(toy, repo_root, whole_run):
+    changed = command(toy, whole_run, "train.epochs=2")
+    refused = subprocess.run(changed, cwd=repo_root, capture_output=True, text=True, timeout=300, check=False)
+    assert refused.returncode != 0 and "`output_dir` holds a run whose train.epochs was 3, now 2" in refused.stderr
+    assert (toy / whole_run / "head").exists()
+
+
+def test_export_gives_a_head_that_the_checker_takes_and_refuses_a_broken_one(toy, whole_run, tmp_path):
+    from talon_sglang.draft_head import DraftHeadError, check_draft_head
+
+    out = export(toy / whole_run, tmp_path / "head")
+    check_draft_head(out, toy / "target")
+    config = json.loads((out / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4] and config["tie_word_embeddings"] is False
+    state = load_file(out / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in state.values() if tensor.is_floating_point())
+    module, ids_Vd = load_head(out)
+    reference = ReferenceHead.from_dirs(out, toy / "target")
+    assert torch.equal(reference.draft_ids_Vd, ids_Vd) and len(ids_Vd) == 400 and sum(p.numel() for p in module.parameters()) > 0
+
+    broken = toy / "broken"
+    (broken / "head").mkdir(parents=True)
+    for name in ("config.json", "target.json"):
+        (broken / "head" / name).write_bytes((toy / whole_run / "head" / name).read_bytes())
+    whole = head(toy, whole_run)
+    save_file({name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}, broken / "head" / "model.safetensors")
+    with pytest.raises(DraftHeadError):
+        export(broken, tmp_path / "broken")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
+    with pytest.raises(ExportError, match="no finished head"):
+        export(toy / "none", tmp_path / "none")

@@ -1,0 +1,151 @@
+"""The recipe: every setting of a training run, typed, in one YAML file.
+
+Unknown fields are refused. `--set a.b=c` overrides one field. `{cache}` in a path is the cache folder ($TALON_CACHE or .cache in the
+clone), `{repo}` the clone itself; other relative paths are relative to the working directory.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from train.paths import REPO, cache_dir
+
+
+class RecipeError(ValueError):
+    """One sentence: which field, which value, what to do."""
+
+
+def _place(path: Path) -> Path:
+    return Path(str(path).replace("{cache}", str(cache_dir())).replace("{repo}", str(REPO)))
+
+
+Place = Annotated[Path, AfterValidator(_place)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class AnswerSettings(Strict):
+    """How the target answers the prompts (train/regenerate.py), and where the answers are."""
+
+    prompts: Place | None = None
+    file: Place | None = None
+    max_new_tokens: int = Field(256, ge=2)
+    max_length: int = Field(2048, ge=16)  # prompt and answer together, in tokens
+    temperature: float = Field(0.0, ge=0)
+    samples_per_prompt: int = Field(1, ge=1)
+    slots: int = Field(64, ge=1)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _sampling(self):
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError("samples_per_prompt above 1 needs a temperature above 0, greedy answers would all be the same")
+        if self.max_new_tokens >= self.max_length:
+            raise ValueError(f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in max_length {self.max_length}")
+        return self
+
+
+class FeatureSettings(Strict):
+    """Where the target's hidden states come from: `cache` keeps them in a folder, `online` runs the target in every step."""
+
+    mode: Literal["cache", "online"] = "cache"
+    folder: Place | None = None
+
+    @model_validator(mode="after")
+    def _folder(self):
+        if self.mode == "cache" and self.folder is None:
+            raise ValueError("mode cache needs a folder")
+        return self
+
+
+class HeadSettings(Strict):
+    draft_vocab_size: int = Field(ge=1)
+    aux_layers: tuple[int, int, int] | None = None  # 0-based layers whose inputs are the features; default 2, L//2, L-3
+    warm_start: bool = True  # begin from the target's last layer, norm and lm_head rows instead of random weights
+
+
+class TrainSettings(Strict):
+    ttt_steps: int = Field(7, ge=1)
+    ttt_decay: float = Field(0.8, gt=0, le=1)
+    epochs: int = Field(ge=1)
+    micro_batch_tokens: int = Field(ge=16)  # padded tokens per process and forward
+    gradient_accumulation: int = Field(1, ge=1)
+    max_length: int = Field(2048, ge=8)
+    learning_rate: float = Field(gt=0)
+    min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(1.0, gt=0)
+    precision: Literal["fp32", "bf16"]
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    held_out: float = Field(0.05, ge=0, lt=1)
+    seed: int = 0
+    log_every: int = Field(10, ge=1)
+    eval_every: int = Field(200, ge=1)
+    save_every: int = Field(200, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+
+
+class Recipe(Strict):
+    target: Place
+    output_dir: Place
+    answers: AnswerSettings
+    features: FeatureSettings
+    head: HeadSettings
+    train: TrainSettings
+
+
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a recipe. Raises RecipeError naming the field, its value and what is allowed."""
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError:
+        raise RecipeError(f"The recipe {path} cannot be read; pass a YAML file such as recipes/smollm2-135m-cpu-quick.yaml.") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"The recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"The recipe {path} is empty or not a mapping; start from one in recipes/.")
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise RecipeError(f"The recipe {path}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """The first fault of a pydantic error in one sentence."""
+    fault = error.errors()[0]
+    name = ".".join(map(str, fault["loc"])) or "recipe"
+    if fault["type"] == "extra_forbidden":
+        return f"`{name}` is not a field; remove it or correct its spelling."
+    if fault["type"] == "missing":
+        return f"`{name}` is missing; add it (docs/training.md lists every field)."
+    return f"`{name}` is {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}."
+
+
+def _apply(raw: dict, override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise RecipeError(f"--set {override!r} is not of the form a.b=c.")
+    *parents, last = name.split(".")
+    node = raw
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {override!r}: `{parent}` is a value, not a section.")
+    node[last] = _scalar(text)
+
+
+def _scalar(text: str):
+    """A YAML value; 1e-3 counts as a number, which YAML 1.1 does not grant."""
+    try:
+        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
