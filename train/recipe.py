@@ -66,6 +66,13 @@ class HeadSettings(Strict):
     draft_vocab_size: int = Field(ge=1)
     aux_layers: tuple[int, int, int] | None = None  # 0-based layers whose inputs are the features; default 2, L//2, L-3
     warm_start: bool = True  # begin from the target's last layer, norm and lm_head rows instead of random weights
+    train_lm_head: bool = True  # false: keep the target's lm_head rows as they are; cheaper, and as good in a short run
+
+    @model_validator(mode="after")
+    def _frozen_rows(self):
+        if not self.train_lm_head and not self.warm_start:
+            raise ValueError("train_lm_head false needs warm_start true, a random lm_head must be trained")
+        return self
 
 
 class TrainSettings(Strict):

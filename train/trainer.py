@@ -114,6 +114,7 @@ def _set_up(recipe: Recipe, world: World, data: Dataset) -> Job:
         warm_start(head, target, data.vocab.ids_Vd)
     else:
         random_start(head)
+    head.lm_head.requires_grad_(recipe.head.train_lm_head)
     draft_target = DraftTarget(
         embedding_VH=target.embedding.weight,
         lm_head_VdH=target.lm_head_VH[data.vocab.ids_Vd.to(world.device)].clone(),
@@ -122,9 +123,8 @@ def _set_up(recipe: Recipe, world: World, data: Dataset) -> Job:
     )
     if source.store:  # every layer of the target has done its work
         target.model.model.layers = torch.nn.ModuleList()
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-    )
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
         model=TTTModel(head, settings.ttt_decay), optimizer=optimizer, config=deepspeed_config(settings, world.size)
     )

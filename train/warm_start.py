@@ -1,8 +1,8 @@
 """Where a head begins: from the target's own last layer instead of random weights.
 
-Hidden-side columns of the attention are the last layer's and `fc` passes the high feature through, so at step 0 the fresh head nearly is the
-target's last layer, applied one layer early. Embedding-side columns start small and random behind a unit norm: they have no counterpart in the
-target, and with zeros (or the last layer's own norm) they took longer to learn to read the token.
+Hidden-side columns of the attention are the last layer's and `fc` passes the high feature through, so at step 0 the fresh head nearly is
+the target's last layer, applied a little early. Embedding-side columns start small and random behind a unit norm: they have no counterpart
+in the target, and with zeros behind the last layer's own norm they took longer to learn to read the token.
 """
 
 import torch

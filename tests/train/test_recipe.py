@@ -69,3 +69,8 @@ def test_learning_rate_warms_up_and_decays(repo_root):
     rates = [learning_rate(settings, step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) == max(rates)
     assert all(a > b for a, b in zip(rates[10:], rates[11:])) and rates[-1] == pytest.approx(settings.min_lr_ratio, abs=0.01)
+
+
+def test_a_random_lm_head_must_be_trained(repo_root):
+    with pytest.raises(RecipeError, match="train_lm_head false needs warm_start true"):
+        load_recipe(repo_root / RECIPES / "smollm2-135m-cpu-quick.yaml", ["head.warm_start=false"])

@@ -112,6 +112,14 @@ def test_a_killed_run_continues_as_if_it_had_not_been_killed(toy, repo_root, who
     assert "up to date" in run(repo_root, toy, "killed")
 
 
+def test_a_frozen_lm_head_stays_the_targets_and_the_rest_learns(toy, repo_root):
+    run(repo_root, toy, "frozen", "head.train_lm_head=false", "train.epochs=1")
+    state, target = head(toy, "frozen"), load_file(toy / "target" / "model.safetensors")
+    ids_Vd = state["d2t"] + torch.arange(len(state["d2t"]))
+    assert torch.equal(state["lm_head.weight"], target["lm_head.weight"][ids_Vd])
+    assert not torch.equal(state["norm.weight"], target["model.norm.weight"])
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_stages_and_two_processes_learn_the_same_head(toy, repo_root, stage):
     """Two processes and two accumulation steps in one process cut the same steps differently: the same head comes out."""
