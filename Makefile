@@ -15,7 +15,6 @@ TARGET := $(or $(TALON_CACHE),.cache)/smollm2-135m-instruct
 
 # The stamp's name holds what decides the installed packages, so a changed pyproject.toml installs again and an unchanged one does not.
 KEY := $(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)
-# --no-compile: bytecode of 3 GB of packages takes longer to write than all that is ever imported.
 STAMP := .venv/.installed-$(EXTRA)-$(KEY)
 
 .PHONY: demo test test-fast lint install clean
@@ -24,7 +23,7 @@ demo: install
 	@$(VENV)/python eval/demo.py $(DEMO)
 
 test: install $(TARGET)
-	@$(VENV)/python -m pytest --timeout=600 --session-timeout=1500 $(PYTEST)
+	@$(VENV)/python -m pytest --timeout=600 --session-timeout=4500 $(PYTEST)
 
 test-fast: install
 	@$(VENV)/python -m pytest --timeout=120 -m "not slow" $(PYTEST)
@@ -34,6 +33,7 @@ lint: install
 
 install: $(STAMP)
 
+# --no-compile: bytecode of 3 GB of packages takes longer to write than all that is ever imported.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "$(PYTHON) is missing or older than Python 3.11; install python3.11 or newer and run make PYTHON=python3.11." >&2; exit 1; }

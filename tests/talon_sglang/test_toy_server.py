@@ -96,7 +96,7 @@ def p_value(triples: list[list[int]], last: int, probabilities: torch.Tensor) ->
 
 @pytest.mark.parametrize("last", [0, 24])  # a prompt after which the draft is sure, and one after which it is hopeless
 def test_sampled_requests_follow_the_targets_distribution(sampling_server, last):
-    draws = 1200
+    draws = 800
     for sampling in ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_k": 8}):
         prompts = [[3, 2, last]] * draws
         with ThreadPoolExecutor(8) as pool:
