@@ -105,7 +105,7 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
             "serve",
             "three SGLang servers, one after the other, answer held-out prompts",
             [python, "eval/serve.py", "--target", target, "--head", head, "--prompts", eval_prompts]
-            + ["--talon", "16,4", "--eagle3", "4,4,16", "--trace", trace, "--out", results],
+            + ["--max-new-tokens", "40", "--talon", "16,4", "--eagle3", "4,4,16", "--trace", trace, "--out", results],
             outputs=[results, trace],
             sources=sources("talon_sglang/**/*.py", *(f"eval/{name}.py" for name in ("serve", "servers", "client", "stats", "results"))),
             inputs=[eval_prompts],

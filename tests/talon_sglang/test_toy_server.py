@@ -3,7 +3,6 @@
 """
 
 import json
-import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,7 +90,13 @@ def p_value(triples: list[list[int]], last: int, probabilities: torch.Tensor) ->
                 after_a = probabilities[last] * (residue == a)
                 after_b = (after_a @ probabilities) * (residue == b)
                 expected[16 * a + 4 * b + c] = ((after_b @ probabilities) * (residue == c)).sum()
-    return chisquare(counts, expected * len(triples)).pvalue
+    expected *= len(triples)
+    if counts[expected == 0].any():
+        return 0.0  # a class that cannot occur did
+    common = expected >= 5  # the chi-square approximation needs that; the rarer classes are counted together
+    pooled = [torch.cat((x[common], x[~common].sum()[None])) for x in (counts, expected)]
+    kept = pooled[1] > 0
+    return chisquare(pooled[0][kept], pooled[1][kept]).pvalue
 
 
 @pytest.mark.parametrize("last", [0, 24])  # a prompt after which the draft is sure, and one after which it is hopeless
@@ -103,7 +108,6 @@ def test_sampled_requests_follow_the_targets_distribution(sampling_server, last)
             answers = list(pool.map(lambda ids, sampling=sampling: sampling_server.generate(ids, 3, **sampling).output_ids, prompts))
         assert p_value(answers, last, filtered(sampling)) > 0.001, sampling
         assert p_value(answers, last, filtered(sampling | {"temperature": 1.4})) < 1e-3  # the test can tell a wrong sampler
-        assert not math.isnan(p_value(answers, last, filtered(sampling)))
 
 
 def test_greedy_and_sampled_requests_share_a_batch(sampling_server):
