@@ -12,8 +12,7 @@ from talon_sglang.tree import TreeConfig
 
 SGLANG_VERSION = "0.5.23"  # the only version whose internals this plugin was read and tested against
 
-# Drafting deeper than this was never worth a draft forward with the heads measured so far (docs/settings.md has the table); 0 is the
-# paper's uncapped rule.
+# A bound on the worst case (N - K layers by the paper's rule) that ordinary rounds do not reach: docs/settings.md has the measurement.
 DEFAULT_DEPTH_CAP = 10
 
 GATE_ENV, TRACE_ENV = "TALON_GATE", "TALON_TRACE"  # set by --talon-gate and --talon-trace, or by the user of sglang.Engine
