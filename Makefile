@@ -23,7 +23,7 @@ demo: install
 	@$(VENV)/python eval/demo.py $(DEMO)
 
 test: install $(TARGET)
-	@$(VENV)/python -m pytest --timeout=600 --session-timeout=4500 $(PYTEST)
+	@$(VENV)/python -m pytest --timeout=1800 --session-timeout=4800 $(PYTEST)
 
 test-fast: install
 	@$(VENV)/python -m pytest --timeout=120 -m "not slow" $(PYTEST)
