@@ -41,8 +41,7 @@ def root_candidates_as_log_probs():
 
 def sampled_verify(sampler):
     """On a CPU SGLang's `eagle_sample` accepts by argmax whatever the sampling parameters. Inside this context a batch with a sampled
-    request
-    draws the target's tokens with `sampler`, SGLang's own; an all-greedy batch takes SGLang's path unchanged.
+    request draws the target's tokens with `sampler`, SGLang's own; an all-greedy batch takes SGLang's path unchanged.
     """
 
     def eagle_sample(verify_input, batch, logits_output, *args, **kwargs):
