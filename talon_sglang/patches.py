@@ -11,6 +11,7 @@ from functools import partial
 
 from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worker_v2
 
+from talon_sglang.node_logits import adjust_node_logits, needs_node_logits
 from talon_sglang.sampling import accept_sampled
 from talon_sglang.tree import exact_topk
 
@@ -39,18 +40,29 @@ def root_candidates_as_log_probs():
     )
 
 
-def sampled_verify(sampler):
-    """On a CPU SGLang's `eagle_sample` accepts by argmax whatever the sampling parameters. Inside this context a batch with a sampled
-    request draws the target's tokens with `sampler`, SGLang's own; an all-greedy batch takes SGLang's path unchanged.
+def exact_verify(sampler, round_):
+    """SGLang's `eagle_sample` accepts by argmax on a CPU, whatever the sampling parameters, and its penalties and custom processors are
+    approximate. Inside this context a request's rules hold at every node (node_logits.py), and a batch with a sampled request draws the
+    target's tokens with `sampler`, SGLang's own (sampling.py). A greedy batch without such rules takes SGLang's path unchanged.
+
+    `round_()` gives the current round's (TreeBatch, target tokens [B, N]).
     """
 
-    def eagle_sample(verify_input, batch, logits_output, *args, **kwargs):
-        if batch.forward_mode.is_idle() or batch.sampling_info.is_all_greedy:
-            return stock(verify_input, batch, logits_output, *args, **kwargs)
-        # By the time SGLang asks for the greedy walk, it has applied penalties, bias and grammar to the logits in place.
-        walk = partial(accept_sampled, sampler, batch.sampling_info, logits_output.next_token_logits, verify_input.positions)
-        with exchanged(eagle_utils, verify_tree_greedy_func=walk):
-            return stock(verify_input, batch, logits_output, *args, **kwargs)
+    def eagle_sample(verify_input, batch, logits_output, grammar_mask=None, *args, **kwargs):
+        if batch.forward_mode.is_idle():
+            return stock(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+        given, logits = batch.sampling_info, logits_output.next_token_logits
+        if needs_node_logits(given):
+            batch.sampling_info = adjust_node_logits(logits, batch.reqs, *round_(), given, grammar_mask)
+            grammar_mask = None
+        # By the time SGLang asks for the greedy walk, bias and grammar are in the logits too.
+        walk = partial(accept_sampled, sampler, batch.sampling_info, logits, verify_input.positions)
+        walks = {} if given.is_all_greedy else {"verify_tree_greedy_func": walk}
+        try:
+            with exchanged(eagle_utils, **walks):
+                return stock(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+        finally:
+            batch.sampling_info = given
 
     stock = eagle_worker_common.eagle_sample
     return exchanged(eagle_worker_common, eagle_sample=eagle_sample)

@@ -7,11 +7,13 @@ goes wrong here while TALON was asked for ends the process instead, with one sen
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
 from importlib.metadata import version
 
+from talon_sglang import cpu
 from talon_sglang.settings import GATE_ENV, SGLANG_VERSION, TRACE_ENV
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ def load() -> None:
     try:
         register_algorithm()
         register_flags()
+        register_hooks()
+        cpu.register_hooks()
     except Exception as error:
         reason = (
             f"TALON could not be registered with SGLang {version('sglang')} ({type(error).__name__}: {error}); "
@@ -64,6 +68,27 @@ def register_flags() -> None:
 
     HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, HookType.AFTER)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.from_cli_args", read_flags, HookType.BEFORE)
+
+
+def register_hooks() -> None:
+    """Where SGLang shows what observe.py counts, and reads what requests.py checks. The hooks name their functions, which are imported
+    when SGLang first calls them.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def hook(target: str, hook_type: HookType, module: str, function: str) -> None:
+        def call(*args, **kwargs):
+            return getattr(importlib.import_module(f"talon_sglang.{module}"), function)(*args, **kwargs)
+
+        HookRegistry.register(f"sglang.srt.managers.{target}", call, hook_type)
+
+    hook("scheduler.Scheduler.get_output_streamer_class", HookType.AFTER, "observe", "streamer_class")
+    reporter = "scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+    hook(f"{reporter}.report_decode_stats", HookType.AFTER, "observe", "log_with_decode_stats")
+    manager = "tokenizer_manager.TokenizerManager"
+    hook(f"{manager}.update_request_meta_info", HookType.AFTER, "observe", "unwrap_report")
+    hook(f"{manager}.generate_request", HookType.AROUND, "requests", "generate_request")
+    hook(f"{manager}._create_tokenized_object", HookType.AROUND, "requests", "create_tokenized_object")
 
 
 def add_flags(_, parser) -> None:

@@ -19,9 +19,11 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.speculative.eagle_worker_common import prepare_for_draft
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
+from talon_sglang.clock import Clock
 from talon_sglang.draft_attention import CpuTreeAttention
-from talon_sglang.observe import Counters, Trace, metrics_enabled
-from talon_sglang.patches import root_candidates_as_log_probs, sampled_verify
+from talon_sglang.node_logits import committed_penalties, needs_node_logits
+from talon_sglang.observe import Observer
+from talon_sglang.patches import exact_verify, root_candidates_as_log_probs
 from talon_sglang.settings import TalonSettings
 from talon_sglang.tree import TreeBatch
 from talon_sglang.verify_input import build_verify_input
@@ -35,26 +37,38 @@ class TalonWorker(EAGLEWorkerV2):
         # change here, and nothing of the constructor needs a copy.
         self._draft_worker.__class__ = TalonDraftWorker
         self._draft_worker.tree_config = settings.tree
-        self.counters = Counters() if metrics_enabled() else None
-        self.trace = Trace(settings.trace) if settings.trace else None
+        self.observer = Observer(settings.trace)
+        self.clock = self._draft_worker.clock = Clock()
+        self.clock.wrap_forward(target_worker, "forward_batch_generation")
+        self.clock.wrap_forward(self._draft_worker.draft_runner, "forward")
+
+    def forward_batch_generation(self, batch, *args, **kwargs):
+        prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        with self.clock.phase("prefill" if prefill else "other"):
+            result = super().forward_batch_generation(batch, *args, **kwargs)
+        self.observer.time(self.clock.take())
+        return result
 
     def verify(self, batch, *args, **kwargs):
-        seq_lens, rids = batch.seq_lens, [req.rid for req in batch.reqs]
-        with sampled_verify(self.target_worker.model_runner.sampler):
+        draft = self._draft_worker
+        exact = exact_verify(self.target_worker.model_runner.sampler, lambda: (draft.trees, draft.target_tokens_BN))
+        with self.clock.phase("verify"), exact:
             result = super().verify(batch, *args, **kwargs)
-        trees = self._draft_worker.trees
-        if self.counters:
-            self.counters.add(trees, result.accept_lens)
-        if self.trace:
-            tokens_BN = self._draft_worker.target_tokens_BN
-            self.trace.write(
-                trees, rids, seq_lens, tokens_BN, result.accept_index, result.accept_lens, result.next_draft_input.bonus_tokens
-            )
+        with self.clock.phase("observe"):
+            self.observer.round(batch, draft.trees, draft.target_tokens_BN, result)
         return result
+
+    def _forward_prefill_batch(self, batch, *args, **kwargs):
+        info = batch.sampling_info
+        if needs_node_logits(info) and any(req.output_ids for req in batch.reqs):  # retracted earlier: mind what they said
+            additive_BV, scaling_BV = committed_penalties(batch.reqs, info.vocab_size, batch.device)
+            batch.sampling_info = replace(info, acc_additive_penalties=additive_BV, acc_scaling_penalties=scaling_BV)
+        return super()._forward_prefill_batch(batch, *args, **kwargs)
 
 
 class TalonDraftWorker(EagleDraftWorker):
     tree_config = None  # set by TalonWorker
+    clock: Clock  # set by TalonWorker
     trees: TreeBatch  # the current round's
     target_tokens_BN: torch.Tensor  # the same nodes as target ids, root included
 
@@ -65,8 +79,12 @@ class TalonDraftWorker(EagleDraftWorker):
     # ------------------------------------------------------------ draft
 
     def draft(self, batch):
+        with self.clock.phase("draft"):
+            return self.grow_trees(batch)
+
+    def grow_trees(self, batch):
         state = batch.spec_info  # from the last draft extend: root candidates, hidden states, root tokens
-        n = self.tree_config.node_budget
+        n, clock = self.tree_config.node_budget, self.clock
         # Asked for a chain of N steps, SGLang hands out the first N slots past each prefix: the verify window, one slot a node.
         forward_batch, _, _ = prepare_for_draft(state, self.req_to_token_pool, batch, None, self.draft_runner, topk=1, num_steps=n)
         forward_batch.mark_forward_metadata_ready()  # `plan` is the metadata
@@ -75,22 +93,26 @@ class TalonDraftWorker(EagleDraftWorker):
         trees = TreeBatch(slots_BN.shape[0], self.tree_config, slots_BN.device)
         hidden_BNH = state.hidden_states.new_zeros(*slots_BN.shape, state.hidden_states.shape[-1])  # recurrent draft state of each node
         hidden_BNH[:, 0] = state.hidden_states
-        trees.expand_first(state.topk_p, state.topk_index)
+        with clock.phase("expand"):
+            trees.expand_first(state.topk_p, state.topk_index)
         while trees.num_lanes:
-            request_L, node_L = trees.frontier
-            parent_L = trees.parents_BN[request_L, node_L]
-            forward_batch.input_ids = self.target_ids(trees.tokens_BN[request_L, node_L])
-            forward_batch.positions = batch.seq_lens[request_L] + trees.depth - 1
-            forward_batch.out_cache_loc = slots_BN[request_L, node_L]
-            state.hidden_states = hidden_BNH[request_L, parent_L]
-            self.tree_attention.plan(trees, batch.seq_lens_cpu, batch.req_pool_indices, slots_BN)
+            with clock.phase("indices"):
+                request_L, node_L = trees.frontier
+                parent_L = trees.parents_BN[request_L, node_L]
+                forward_batch.input_ids = self.target_ids(trees.tokens_BN[request_L, node_L])
+                forward_batch.positions = batch.seq_lens[request_L] + trees.depth - 1
+                forward_batch.out_cache_loc = slots_BN[request_L, node_L]
+                state.hidden_states = hidden_BNH[request_L, parent_L]
+                self.tree_attention.plan(trees, batch.seq_lens_cpu, batch.req_pool_indices, slots_BN)
             with forward_context(ForwardContext(attn_backend=self.tree_attention), forward_batch=forward_batch):
                 output = self.draft_runner.forward(forward_batch).logits_output
-            hidden_BNH[request_L, node_L] = output.hidden_states
-            trees.expand(output.next_token_logits.float().log_softmax(-1))
+            with clock.phase("expand"):
+                hidden_BNH[request_L, node_L] = output.hidden_states
+                trees.expand(output.next_token_logits.float().log_softmax(-1))
 
-        tokens_BN = self.target_ids(trees.tokens_BN.clamp(min=0))
-        verify_input = build_verify_input(trees, state.bonus_tokens, tokens_BN, batch.seq_lens, slots_BN)
+        with clock.phase("verify_input"):
+            tokens_BN = self.target_ids(trees.tokens_BN.clamp(min=0))
+            verify_input = build_verify_input(trees, state.bonus_tokens, tokens_BN, batch.seq_lens, slots_BN)
         self.trees, self.target_tokens_BN = trees, verify_input.draft_token.view_as(tokens_BN)
         return verify_input
 
@@ -105,6 +127,10 @@ class TalonDraftWorker(EagleDraftWorker):
             return super()._draft_extend_for_prefill(*args, **kwargs)
 
     def _draft_extend_for_decode(self, batch, result, **kwargs):
+        with self.clock.phase("draft_extend"):
+            self.extend_accepted(batch, result, **kwargs)
+
+    def extend_accepted(self, batch, result, **kwargs):
         """SGLang extends the draft over all N rows of each request; only the accepted ones count, so run as many as the longest accepted
         path has.
         """

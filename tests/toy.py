@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 128, 2, 64
 GROUPS = {"sure": range(0, 24), "hopeless": range(24, 48), "broken": range(48, 64)}
+TEXT = "abcdefghijklmnopqrstuvwx" + 'yz0123456789 {}[]":,.-+' + "\n" + "ABCDEFGHIJKLMNO$"  # token i is TEXT[i]; $ ends a text
 CONSTANT = VOCAB  # the hidden channel that is 1 for every token
 
 
@@ -41,12 +42,27 @@ def answer(last: int, length: int) -> list[int]:
     return tokens
 
 
-def write_toy(folder: Path, spread: bool = False) -> tuple[Path, Path]:
-    """Write (target, head) folders in the layouts that SGLang loads; `spread` makes the target the Markov chain `transitions()`."""
+def write_toy(folder: Path, spread: bool = False, good_draft: bool = False) -> tuple[Path, Path]:
+    """Write (target, head) folders in the layouts that SGLang loads. `spread` makes the target the Markov chain `spread_logits()`, and
+    `good_draft` makes the head a noisy copy of that, in place of the three groups.
+    """
     target, head = folder / "target", folder / "head"
     write(target, target_config(), target_weights() | ({"lm_head.weight": spread_VH()} if spread else {}))
-    write(head, head_config(), head_weights())
+    write(head, head_config(), head_weights() | ({"lm_head.weight": noisy_VH()} if good_draft else {}))
+    tokenizer().save_pretrained(target)
     return target, head
+
+
+def tokenizer():
+    """One token per character. Servers with --skip-tokenizer-init do not read it, and then nothing ends an answer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = Tokenizer(models.WordLevel({character: i for i, character in enumerate(TEXT)}, unk_token="O"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="$", chat_template=template, clean_up_tokenization_spaces=False)
 
 
 def write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> None:
@@ -103,10 +119,28 @@ def spread_VH() -> torch.Tensor:
     return scores_VH
 
 
-def transitions() -> torch.Tensor:
-    """[V, V] log-probabilities of the spread target: row = last token, column = next."""
+def noisy_VH() -> torch.Tensor:
+    """A draft head that is often, and not always, right about the spread target. (It sees the one-hot at sqrt(H), the target at 8.)"""
+    noise_VH = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8)) * 0.05
+    return spread_VH() * 8 / HIDDEN**0.5 + noise_VH
+
+
+def spread_logits() -> torch.Tensor:
+    """[V, V] logits of the spread target: row = last token, column = next."""
     normed_VH = embedding_VH() / (embedding_VH().pow(2).mean(-1, keepdim=True) + target_config()["rms_norm_eps"]).sqrt()
-    return (normed_VH @ spread_VH().T).log_softmax(-1)
+    return normed_VH @ spread_VH().T
+
+
+def spread_answer(last: int, length: int, frequency_penalty: float = 0.0, repetition_penalty: float = 1.0) -> list[int]:
+    """What the spread target says, greedily, after a prompt that ends in `last`: SGLang's penalty rules, one token at a time."""
+    logits_VV, counts_V, said = spread_logits(), torch.zeros(VOCAB), []
+    for _ in range(length):
+        logits_V = logits_VV[last] - frequency_penalty * counts_V
+        repeated_V = torch.where(logits_V < 0, logits_V * repetition_penalty, logits_V / repetition_penalty)
+        last = int(torch.where(counts_V > 0, repeated_V, logits_V).argmax())
+        said.append(last)
+        counts_V[last] += 1
+    return said
 
 
 def target_weights() -> dict[str, torch.Tensor]:

@@ -28,6 +28,13 @@ def activate() -> None:
         keep_intel_amx_selectable()
 
 
+def register_hooks() -> None:
+    """Called by the plugin's `load`, which is early enough for hooks; only where our stand-ins are in use."""
+    stand_in = sys.modules.get("sgl_kernel")
+    if stand_in is not None and getattr(stand_in, "__talon_stand_in__", False):
+        importlib.import_module("talon_sglang.cpu.linear").register_hooks()
+
+
 def wanted() -> bool:
     """The user asked for SGLang's CPU engine and there is no GPU to confuse it with."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1":

@@ -9,6 +9,7 @@ import torch
 
 from talon_sglang import cpu
 from talon_sglang.cpu import sgl_kernel as ops
+from talon_sglang.cpu.linear import MAX_ROWS, few_rows_linear
 
 PROBE = """
 import sys, types
@@ -75,11 +76,13 @@ def slow_attention(q, keys, values, visible, scale):
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("lengths", [[17, 9], [23, 5]], ids=["padded", "one by one"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_extend_attention(masked):
+def test_extend_attention(masked, lengths):
+    assert ops.worth_padding(lengths) == (lengths[0] == 17)
     generator = torch.Generator().manual_seed(1)
     slots, keys, values = pool(generator)
-    rows, lengths, new = torch.tensor([2, 0]), torch.tensor([17, 9]), torch.tensor([5, 5])
+    rows, lengths, new = torch.tensor([2, 0]), torch.tensor(lengths), torch.tensor([5, 5])
     start = torch.tensor([0, 5])
     q, o, scale = torch.randn(10, 4, 8, generator=generator), torch.empty(10, 4, 8), 1 / math.sqrt(8)
     tree = torch.rand(2, 5, 5, generator=generator) < 0.5
@@ -113,10 +116,11 @@ def test_extend_attention(masked):
             torch.testing.assert_close(o[b * 5 + i], slow_attention(q[b * 5 + i], keys, values, visible, scale))
 
 
-def test_decode_attention_writes_then_reads():
+@pytest.mark.parametrize("lengths", [[7, 12], [3, 20]], ids=["padded", "one by one"])
+def test_decode_attention_writes_then_reads(lengths):
     generator = torch.Generator().manual_seed(2)
     slots, keys, values = pool(generator)
-    rows, lengths = torch.tensor([1, 3]), torch.tensor([7, 12])
+    rows, lengths = torch.tensor([1, 3]), torch.tensor(lengths)
     loc = slots[rows, lengths - 1].long()
     k, v, q = (torch.randn(2, heads, 8, generator=generator) for heads in (2, 2, 4))
     o = torch.empty(2, 4, 8)
@@ -124,6 +128,18 @@ def test_decode_attention_writes_then_reads():
     assert keys[loc].equal(k) and values[loc].equal(v)
     for b in range(2):
         torch.testing.assert_close(o[b], slow_attention(q[b], keys, values, slots[rows[b], : lengths[b]].long(), 0.3))
+
+
+def test_few_rows_linear_is_linear():
+    generator = torch.Generator().manual_seed(4)
+    weight, bias = torch.randn(30, 20, generator=generator), torch.randn(30, generator=generator)
+    for rows in (1, 2, 16, MAX_ROWS + 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, w = torch.randn(rows, 20, generator=generator).to(dtype), weight.to(dtype)
+            torch.testing.assert_close(few_rows_linear(x, w), torch.nn.functional.linear(x, w))
+            got = few_rows_linear(x, w, bias.to(dtype))
+            torch.testing.assert_close(got, torch.nn.functional.linear(x, w, bias.to(dtype)))
+            assert got.is_contiguous()
 
 
 def test_slot_operators_against_loops():
