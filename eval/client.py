@@ -104,6 +104,10 @@ class Client:
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges of /metrics, summed over their labels, by metric name. Raises RequestError when there is no such page."""
+        return parse_counters(self.metrics_text())
+
+    def metrics_text(self) -> str:
+        """The /metrics page. Raises RequestError when there is none."""
         try:
             response = self._http.get(self.url + "/metrics")
         except httpx.HTTPError as error:
@@ -112,7 +116,7 @@ class Client:
             raise RequestError(
                 f"The server at {self.url} has no /metrics page (status {response.status_code}); start it with --enable-metrics."
             )
-        return parse_counters(response.text)
+        return response.text
 
 
 def parse_counters(text: str) -> dict[str, float]:

@@ -177,11 +177,11 @@ def attend_batch(q_BNHD, k_BLGD, v_BLGD, mask_BNL, scale):
     q = q_BNHD.view(batch, n, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * n, size)
     k, v = k_BLGD.transpose(1, 2).to(q.dtype), v_BLGD.transpose(1, 2).to(q.dtype)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BNL.repeat(1, group, 1)[:, None], scale=scale)
-    return o.view(batch, kv_heads, group, n, -1).permute(0, 3, 1, 2, 4).reshape(batch, n, heads, -1)
+    return o.reshape(batch, kv_heads, group, n, -1).permute(0, 3, 1, 2, 4).reshape(batch, n, heads, -1)
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    return len(lengths) > 1 and max(lengths) * len(lengths) <= 2 * sum(lengths)
+    return len(lengths) > 1 and 2 * max(lengths) * len(lengths) <= 3 * sum(lengths)
 
 
 def extend_attention_cpu(
@@ -204,7 +204,7 @@ def extend_attention_cpu(
             mask_BNL = (offset_BNL < 0) | (tree_BNN.gather(2, inside_BNL) & (offset_BNL < n))
         slots_BL = torch.where(column_L < length_B11[:, 0], slots_BL, slots_BL[:, :1])
         o_BNHD = attend_batch(q[: batch * n].view(batch, n, *q.shape[1:]), k_buffer[slots_BL], v_buffer[slots_BL], mask_BNL, scale)
-        o[: batch * n] = o_BNHD.view(batch * n, *o.shape[1:])
+        o[: batch * n] = o_BNHD.reshape(batch * n, *o.shape[1:])
         return
     mask_at = 0
     for row, length, new, first in zip(req_pool_indices.tolist(), lengths, news, extend_start.tolist()):

@@ -133,7 +133,7 @@ def test_custom_logit_processors(servers):
 
 @pytest.mark.parametrize("new", [0, 1, 2, 3, 5, 17])
 def test_max_new_tokens(servers, new):
-    same(servers, sampling={"max_new_tokens": new})
+    same(servers, logprobs=new > 0, logprob_start_len=None, sampling={"max_new_tokens": new})
 
 
 def test_stops(servers):
@@ -195,9 +195,9 @@ def test_very_short_and_context_filling_prompts(servers, length):
     prompt, sampling = ("abcdefgh" * 64)[:length], {"max_new_tokens": 30}
     body = {"text": prompt, "sampling_params": sampling | {"temperature": 0}}
     room = 512 - length - 12
-    if room <= 0:
+    if room <= 1:
         refused = post(servers[1], body)
-        assert refused.status_code == 400 and "512" in refused.text or "506" in refused.text
+        assert refused.status_code == 400 or refused.json()["output_ids"] == [], refused.text
         return
     same(servers, prompt, sampling={"max_new_tokens": min(30, room - 1)})
 

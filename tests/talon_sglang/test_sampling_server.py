@@ -18,7 +18,7 @@ from tests.toy import GROUPS, VOCAB, spread_logits, write_toy  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TOKENS = 3
-DRAWS = int(os.environ.get("TALON_DRAWS", 2000))  # per case and start; 20,000 take about five minutes each on a slow core
+DRAWS = int(os.environ.get("TALON_DRAWS", "2000"))  # per case and start; 20,000 take about five minutes each on a slow core
 STARTS = {"sure": GROUPS["sure"][0], "hopeless": GROUPS["hopeless"][0]}
 CASES = [
     {"temperature": 1.0},
