@@ -1,0 +1,136 @@
+"""Fixed-shape expansion against `TreeBatch`, node for node, on random drafts of both kinds: full of ties, and continuous."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from talon_sglang.gpu.tree import StaticTrees, ordered_topk
+from talon_sglang.tree import TreeBatch, TreeConfig, exact_topk
+
+ROWS = ("tokens_BN", "parents_BN", "depths_BN", "log_probs_BN")
+
+
+def random_log_probs(generator, rows, vocab, scale, ties):
+    logits = torch.randn(rows, vocab, generator=generator) * scale
+    return (logits.round() if ties else logits).log_softmax(-1)
+
+
+def grow_both(batch, config, vocab, scale, ties, seed, failing=0.0, spare=0):
+    """Grow the same trees by both; dead lanes get NaN. Returns (TreeBatch, StaticTrees, steps)."""
+    generator = torch.Generator().manual_seed(seed)
+    oracle, static = TreeBatch(batch, config), StaticTrees(batch, config, vocab)
+    first = random_log_probs(generator, batch, vocab, scale, ties)
+    first[torch.rand(batch, generator=generator) < failing] = math.nan
+    top = exact_topk(first, static.first_width)
+    oracle.expand_first(*top)
+    static.expand_first(*top)
+    step = 0
+    while oracle.num_lanes:
+        assert int(static.room) > 0
+        width = static.widest(step) + spare
+        live_BW, node_BW = static.lanes(width)
+        request_L, node_L = oracle.frontier
+        assert torch.equal(live_BW.nonzero()[:, 0], request_L) and torch.equal(node_BW[live_BW], node_L)
+        rows_LV = random_log_probs(generator, request_L.numel(), vocab, scale, ties)
+        rows_LV[torch.rand(request_L.numel(), generator=generator) < failing] = math.nan
+        log_probs_BWV = torch.full((batch, width, vocab), math.nan)
+        log_probs_BWV[live_BW] = rows_LV
+        oracle.expand(rows_LV)
+        static.expand(log_probs_BWV)
+        step += 1
+    assert int(static.room) == 0 and step <= static.max_steps
+    return oracle, static, step
+
+
+def assert_same(oracle, static):
+    for name in ("size_B", "layers_B", "degraded_B"):
+        assert torch.equal(getattr(oracle, name), getattr(static, name)), name
+    live_BN = torch.arange(oracle.config.node_budget) < oracle.size_B[:, None]
+    for name in ROWS:
+        assert torch.equal(getattr(oracle, name)[live_BN], getattr(static, name)[live_BN]), name
+    assert torch.equal(oracle.ancestors_BNN[live_BN], static.ancestors_BNN[live_BN])
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("failing", [0.0, 0.02])
+def test_the_same_trees_as_tree_batch(ties, failing):
+    rng = random.Random(f"{ties} {failing}")
+    depths = set()
+    for case in range(150):
+        n = rng.randint(2, 64)
+        gate = 1.0 if case % 20 == 0 else 10 ** rng.uniform(-3, 0)
+        config = TreeConfig(n, rng.randint(1, n + 3), gate, rng.choice((0, 0, rng.randint(1, 12))))
+        vocab, scale = rng.choice((4, 5, 16, 40, 200)), rng.choice((0.0, 0.05, 0.5, 2.0, 6.0, 20.0))
+        oracle, static, steps = grow_both(rng.randint(1, 5), config, vocab, scale, ties, case, failing, spare=rng.choice((0, 3)))
+        assert_same(oracle, static)
+        depths.add(steps)
+    assert len(depths) > 10  # shallow and deep trees were among them
+
+
+def test_the_papers_setting_at_both_extremes_fills_the_lanes_exactly():
+    config, vocab = TreeConfig(), 64
+    for scale, depth in ((0.0, 2), (200.0, None)):
+        oracle, static, _ = grow_both(3, config, vocab, scale, ties=False, seed=1)
+        assert_same(oracle, static)
+        assert depth is None or int(oracle.depth) == depth
+    static = StaticTrees(1, config, vocab)
+    assert (static.widest(0), static.widest(1), static.max_steps) == (10, 48, 58)
+
+
+def test_the_lane_cap_is_reached_so_it_cannot_be_smaller():
+    """Layer 2 keeps all but one of the nodes that are left: a root of K equal tokens, of which one has all the wide children."""
+    config, vocab = TreeConfig(20, 4, 0.5), 14
+    static = StaticTrees(1, config, vocab)
+    static.expand_first(*exact_topk(torch.full((1, vocab), -math.log(vocab)), 4))
+    rows = torch.full((1, 4, vocab), -math.inf)
+    rows[0, 0] = -math.log(vocab)  # 14 children of one parent, all at the anchor of ...
+    rows[0, 1:, 0] = -40.0  # ... the layer; the others' children fail the gate
+    static.expand(rows)
+    assert int(static.lanes(static.widest(1))[0].sum()) == static.widest(1) == 14 and int(static.room) == 1
+
+
+def test_steps_after_the_end_change_nothing():
+    _, static, _ = grow_both(3, TreeConfig(16, 4, 0.1), 40, 2.0, False, 5, failing=0.02)
+    before = {name: value.clone() for name, value in vars(static).items() if isinstance(value, torch.Tensor) and name != "depth"}
+    static.expand(torch.randn(3, 11, 40).log_softmax(-1))
+    static.expand(torch.full((3, 11, 40), math.nan))
+    for name, value in before.items():
+        assert name == "start_B" or torch.equal(value, getattr(static, name)), name
+    assert not static.lanes(11)[0].any()
+
+
+def test_a_reset_tree_is_a_new_one():
+    config, top = TreeConfig(16, 4, 0.1), exact_topk(torch.randn(2, 40).log_softmax(-1), 4)
+    _, used, _ = grow_both(2, config, 40, 2.0, False, 5)
+    used.reset()
+    new = StaticTrees(2, config, 40)
+    for trees in (used, new):
+        trees.expand_first(*top)
+    for name, value in vars(new).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, getattr(used, name)), name
+
+
+def test_a_budget_of_one_is_the_root_alone():
+    static = StaticTrees(2, TreeConfig(1, 4, 0.1), 40)
+    static.expand_first(*exact_topk(torch.randn(2, 40).log_softmax(-1), 4))
+    assert static.size_B.tolist() == [1, 1] and int(static.room) == 0 and static.max_steps == 0
+
+
+def test_ordered_topk_equals_exact_topk():
+    generator = torch.Generator().manual_seed(0)
+    for case in range(60):
+        x_RV = torch.randn(7, 50, generator=generator) * 3
+        x_RV = x_RV.round() if case % 2 else x_RV
+        x_RV[torch.rand(7, 50, generator=generator) < 0.2] = -math.inf
+        x_RV[:, case % 50] = -0.0
+        k = 1 + case % 50
+        for got, expected in zip(ordered_topk(x_RV, k), exact_topk(x_RV, k)):
+            assert torch.equal(got, expected)
+
+
+def test_other_precisions_are_refused():
+    with pytest.raises(TypeError, match="float32"):
+        StaticTrees(1, TreeConfig(), 64).expand(torch.zeros(1, 10, 64, dtype=torch.float64))
