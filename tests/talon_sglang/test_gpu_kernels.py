@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from talon_sglang.gpu.cases import RandomBatch
+    from eval.gpu_cases import RandomBatch
     from talon_sglang.gpu.kernels import index_entries, reference_kv_indices, write_kv_indices
 
 

@@ -6,52 +6,9 @@ import random
 import pytest
 import torch
 
+from eval.gpu_cases import differences, grow_both
 from talon_sglang.gpu.tree import StaticTrees, ordered_topk
-from talon_sglang.tree import TreeBatch, TreeConfig, exact_topk
-
-ROWS = ("tokens_BN", "parents_BN", "depths_BN", "log_probs_BN")
-
-
-def random_log_probs(generator, rows, vocab, scale, ties):
-    logits = torch.randn(rows, vocab, generator=generator) * scale
-    return (logits.round() if ties else logits).log_softmax(-1)
-
-
-def grow_both(batch, config, vocab, scale, ties, seed, failing=0.0, spare=0):
-    """Grow the same trees by both; dead lanes get NaN. Returns (TreeBatch, StaticTrees, steps)."""
-    generator = torch.Generator().manual_seed(seed)
-    oracle, static = TreeBatch(batch, config), StaticTrees(batch, config, vocab)
-    first = random_log_probs(generator, batch, vocab, scale, ties)
-    first[torch.rand(batch, generator=generator) < failing] = math.nan
-    top = exact_topk(first, static.first_width)
-    oracle.expand_first(*top)
-    static.expand_first(*top)
-    step = 0
-    while oracle.num_lanes:
-        assert int(static.room) > 0
-        width = static.widest(step) + spare
-        live_BW, node_BW = static.lanes(width)
-        request_L, node_L = oracle.frontier
-        assert torch.equal(live_BW.nonzero()[:, 0], request_L) and torch.equal(node_BW[live_BW], node_L)
-        rows_LV = random_log_probs(generator, request_L.numel(), vocab, scale, ties)
-        rows_LV[torch.rand(request_L.numel(), generator=generator) < failing] = math.nan
-        log_probs_BWV = torch.full((batch, width, vocab), math.nan)
-        log_probs_BWV[live_BW] = rows_LV
-        oracle.expand(rows_LV)
-        static.expand(log_probs_BWV)
-        step += 1
-    assert int(static.room) == 0 and step <= static.max_steps
-    return oracle, static, step
-
-
-def assert_same(oracle, static):
-    for name in ("size_B", "layers_B", "degraded_B"):
-        assert torch.equal(getattr(oracle, name), getattr(static, name)), name
-    live_BN = torch.arange(oracle.config.node_budget) < oracle.size_B[:, None]
-    for name in ROWS:
-        assert torch.equal(getattr(oracle, name)[live_BN], getattr(static, name)[live_BN]), name
-    assert torch.equal(oracle.ancestors_BNN[live_BN], static.ancestors_BNN[live_BN])
-
+from talon_sglang.tree import TreeConfig, exact_topk
 
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("failing", [0.0, 0.02])
@@ -63,8 +20,8 @@ def test_the_same_trees_as_tree_batch(ties, failing):
         gate = 1.0 if case % 20 == 0 else 10 ** rng.uniform(-3, 0)
         config = TreeConfig(n, rng.randint(1, n + 3), gate, rng.choice((0, 0, rng.randint(1, 12))))
         vocab, scale = rng.choice((4, 5, 16, 40, 200)), rng.choice((0.0, 0.05, 0.5, 2.0, 6.0, 20.0))
-        oracle, static, steps = grow_both(rng.randint(1, 5), config, vocab, scale, ties, case, failing, spare=rng.choice((0, 3)))
-        assert_same(oracle, static)
+        oracle, static, steps = grow_both(rng.randint(1, 5), config, vocab, scale, ties, case, failing=failing, spare=rng.choice((0, 3)))
+        assert differences(oracle, static) == []
         depths.add(steps)
     assert len(depths) > 10  # shallow and deep trees were among them
 
@@ -73,7 +30,7 @@ def test_the_papers_setting_at_both_extremes_fills_the_lanes_exactly():
     config, vocab = TreeConfig(), 64
     for scale, depth in ((0.0, 2), (200.0, None)):
         oracle, static, _ = grow_both(3, config, vocab, scale, ties=False, seed=1)
-        assert_same(oracle, static)
+        assert differences(oracle, static) == []
         assert depth is None or int(oracle.depth) == depth
     static = StaticTrees(1, config, vocab)
     assert (static.widest(0), static.widest(1), static.max_steps) == (10, 48, 58)
