@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -141,8 +142,8 @@ def differences(oracle: TreeBatch, static: StaticTrees) -> list[str]:
 
 
 class HashDraft:
-    """A draft model in whole numbers, so that its result does not depend on the order of additions: a lane's distribution is a row of a table,
-    chosen by its token, its position, its parent's hidden state and the sum of everything that it attends to. One wrong KV slot
+    """A draft model in whole numbers, so that its result does not depend on the order of additions: a lane's distribution is a row of a
+    table, chosen by its token, its position, its parent's hidden state and the sum of everything that it attends to. One wrong KV slot
     anywhere gives another row, and so another tree.
 
     Suffixes: S slots, T table rows; the others as in gpu/round.py, whose `Forward` this is.
@@ -156,6 +157,11 @@ class HashDraft:
         self.table_TV = (torch.randn(rows, vocab, generator=generator) * scale_T1).to(device)
         self.code_V = torch.randint(self.PRIME, (vocab,), generator=generator).to(device)
         self.keys_S = torch.randint(self.PRIME, (slots,), generator=generator).to(device)
+
+    def to(self, device: str) -> HashDraft:
+        moved = copy(self)
+        moved.table_TV, moved.code_V, moved.keys_S = (x.to(device) for x in (self.table_TV, self.code_V, self.keys_S))
+        return moved
 
     def own_key(self, tokens, positions, hidden):
         return (self.code_V[tokens] * 31 + positions * 7 + hidden) % self.PRIME
@@ -188,3 +194,42 @@ class HashDraft:
                 rows.append(self.table_TV[self.row(attended, own)])
             oracle.expand(torch.stack(rows).log_softmax(-1))
         return oracle
+
+
+class RoundCase:
+    """A `StaticRound` around a `HashDraft`, and random batches for it with their trees by definition. `load` a seed, run, compare with
+    `oracles()`.
+
+    Args:
+        batch: requests the buffers are made for; a seed fills 1 .. batch of them, and the rest is padding.
+        options: for `StaticRound`.
+    """
+
+    VOCAB = 40
+
+    def __init__(self, n: int, k: int, batch: int, longest: int, *, device: str = "cpu", **options):
+        from talon_sglang.gpu.round import StaticRound
+
+        self.config, self.longest, self.batch = TreeConfig(n, k, 0.2), longest, batch
+        self.table_RC = torch.zeros(batch + 2, longest + n, dtype=torch.int32, device=device)
+        self.draft = HashDraft(self.VOCAB, self.table_RC.numel() + 1, device=device)
+        self.round = StaticRound(batch, self.config, self.VOCAB, 1, self.table_RC, self.draft, **options)
+
+    def load(self, seed: int) -> None:
+        generator, n, device = torch.Generator().manual_seed(seed), self.config.node_budget, self.table_RC.device
+        self.count = 1 + int(torch.randint(self.batch, (), generator=generator))
+        seq_lens = torch.randint(1, self.longest + 1, (self.count,), generator=generator).tolist()
+        pools = memory_pools(generator, self.batch, n, seq_lens + [self.longest] * (self.batch - self.count), device)
+        table_RC, rows_B, seq_lens_B, slots_BN = pools
+        self.table_RC.copy_(table_RC)
+        values, tokens = exact_topk(random_log_probs(generator, self.count, self.VOCAB, 2.0, ties=False), self.round.trees.first_width)
+        hidden_B1 = torch.randint(1000, (self.count, 1), generator=generator)
+        inputs = (x[: self.count] for x in (seq_lens_B, rows_B, slots_BN))
+        self.round.load(*inputs, values.to(device), tokens.to(device), hidden_B1.float().to(device))
+        # Drafting overwrites the tree's slots only, but the next seed shuffles all of them: the prefixes are read now.
+        prefixes = [self.draft.keys_S[table_RC[row, :length].long()].cpu() for row, length in zip(rows_B.tolist(), seq_lens)]
+        self.wanted = [(prefixes[b], (values[b : b + 1], tokens[b : b + 1]), int(hidden_B1[b])) for b in range(self.count)]
+
+    def oracles(self) -> list[TreeBatch]:
+        on_cpu = self.draft.to("cpu")
+        return [on_cpu.grow(self.config, *wanted) for wanted in self.wanted]

@@ -1,13 +1,13 @@
 """KV index lists of the frontier's lanes, for attention backends that read them token by token.
 
-SGLang's Triton and FlashInfer decode kernels take `kv_indptr` (where each query's list begins) and `kv_indices` (KV slots, list after list).
-Each lane's list here is its request's committed prefix, its true ancestors and itself: exact, where stock SGLang lists the history of the
-lane's own slots (cache_locs.py:261-272), whoever its parent is.
+SGLang's Triton and FlashInfer decode kernels take `kv_indptr` (where each query's list begins) and `kv_indices` (KV slots, list after
+list). Each lane's list here is its request's committed prefix, its true ancestors and itself: exact, where stock SGLang lists the history
+of the lane's own slots (cache_locs.py:261-272), whoever its parent is.
 
 Two layouts. Both have `batch * width` lists, and a dead lane (no frontier node) reads only the dummy slot, which SGLang keeps for padding:
 
-- `compact` (Triton): a live lane has seq_len + depth entries, a dead one has 1. The lengths depend on the tree; the Triton backend reads them
-  on the device.
+- `compact` (Triton): a live lane has seq_len + depth entries, a dead one has 1. The lengths depend on the tree; the Triton backend reads
+  them on the device.
 - `uniform` (FlashInfer): every lane has seq_len + depth entries. FlashInfer plans its work on the host from the lengths; these depend on
   nothing but the committed lengths and the layer number, so a layer can be planned before its tree is known.
 
@@ -63,7 +63,8 @@ def write_kv_indices(
         kv_indices: int32 or int64, `index_entries(...)` or more, written up to kv_indptr[-1].
         table_RC: SGLang's `req_to_token`; rows_B picks each request's row.
         seq_lens_B: committed draft KV per request.
-        start_B, size_B, depth, ancestors_BNN: of `StaticTrees`; every frontier node has `depth` ancestors without the root, itself included.
+        start_B, size_B, depth, ancestors_BNN: of `StaticTrees`; every frontier node has `depth` ancestors without the root, itself
+            included.
         slots_BN: KV slot of each node; the root's (column 0) is not read, its KV is the prefix's last.
     """
     batch, n = slots_BN.shape

@@ -1,7 +1,7 @@
 """The draft loop over captured steps: one graph a lane width, replayed layer after layer, and an early exit that never stalls the device.
 
-The layer number lives on the device (`StaticTrees.depth`), so one graph serves every layer, and a batch size needs as many graphs as there are
-lane widths, not layers.
+The layer number lives on the device (`StaticTrees.depth`), so one graph serves every layer, and a batch size needs as many graphs as there
+are lane widths, not layers.
 
 Early exit: after each step the host starts copying the trees' `room` (0 = done) and reads the copy of the step *before*, while the device
 already runs the next one. A round thus launches at most one step too many, and that step changes nothing. The same number narrows the

@@ -1,7 +1,7 @@
 """One round of drafting in buffers that never move: what a step reads and writes, whatever computes the draft forward.
 
-Suffixes: B requests, N tree nodes, M = N + 1 (the last row takes what dead lanes write), W lanes a request, L = B x W lanes, H hidden size, V draft
-vocabulary, K columns of the first layer, R rows and C columns of SGLang's table of KV slots.
+Suffixes: B requests, N tree nodes, M = N + 1 (the last row takes what dead lanes write), W lanes a request, L = B x W lanes, H hidden size,
+V draft vocabulary, K columns of the first layer, R rows and C columns of SGLang's table of KV slots.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ can be captured in a CUDA graph and replayed.
 
 - **Lanes.** Nodes enter layer by layer, so the frontier of request b is the range start_B[b] .. size_B[b]-1, and lane w of it is node
   start + w. How wide can a layer that is still expanded be? Layer 1 has k1 = min(K, N-1, V) nodes. Layer i > 1 shares N - 1 - k1 nodes
-  with the layers 2 .. i-1 before it (one node each at least) and leaves one node of room, so N - k1 - i at most: 48 at N=60, K=10. A smaller
-  cap is not exact: a lane's children are known to fail the gate only after its forward.
+  with the layers 2 .. i-1 before it (one node each at least) and leaves one node of room, so N - k1 - i at most: 48 at N=60, K=10. A
+  smaller cap is not exact: a lane's children are known to fail the gate only after its forward.
 - **Children per lane.** No layer can add more nodes than the room that is left, D = N - 1 - k1 at most. The R = min(D, V) best children of
   each lane, pooled, gated and cut at the room, are therefore the same as all children, gated and cut.
 - **Ties.** Of equal scores the earlier parent wins, then the smaller token. Per lane the order (log-probability, token) is a single int64
-  key; pooled, a stable sort keeps lane order. Two children of one lane with different float32 log-probabilities never share a float64 score:
-  those above -0.69 can be one child only, and below it float32 is coarser than float64 at any score that passes the gate.
+  key; pooled, a stable sort keeps lane order. Two children of one lane with different float32 log-probabilities never share a float64
+  score: those above -0.69 can be one child only, and below it float32 is coarser than float64 at any score that passes the gate.
 
 Suffixes: B requests, N tree nodes, W lanes a request (live ones first), V vocabulary, K columns of the first layer, R children kept a lane,
 C = W x R pooled candidates, D of them that one layer can add.

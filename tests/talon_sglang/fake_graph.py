@@ -1,5 +1,5 @@
-"""A CUDA graph's contract on the CPU: the work runs once, its operators are recorded with the very tensors they touched, and a replay runs the
-operators again on those tensors, without the Python around them. What a CUDA graph cannot hold is an error here too.
+"""A CUDA graph's contract on the CPU: the work runs once, its operators are recorded with the very tensors they touched, and a replay runs
+the operators again on those tensors, without the Python around them. What a CUDA graph cannot hold is an error here too.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The Triton kernel against its PyTorch reference on random ragged batches, on a CPU in Triton's interpreter.
 
-Triton decides at import whether it interprets, and the other tests must not run so: without TRITON_INTERPRET=1 this file runs itself once more,
-with it, in a process of its own.
+Triton decides at import whether it interprets, and the other tests must not run so: without TRITON_INTERPRET=1 this file runs itself once
+more, with it, in a process of its own.
 """
 
 import os

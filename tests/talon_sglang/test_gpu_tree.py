@@ -10,6 +10,7 @@ from eval.gpu_cases import differences, grow_both
 from talon_sglang.gpu.tree import StaticTrees, ordered_topk
 from talon_sglang.tree import TreeConfig, exact_topk
 
+
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("failing", [0.0, 0.02])
 def test_the_same_trees_as_tree_batch(ties, failing):
