@@ -2,7 +2,7 @@
 
 It runs today in Triton's interpreter on a CPU, without graphs. docs/gpu.md lists what a CUDA device needs beyond it.
 
-Suffixes: B requests, N tree nodes, H hidden size, E entries of SGLang's flat verify mask.
+Suffixes: B requests, N tree nodes, R and C rows and columns of SGLang's table of KV slots.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.eagle_worker_common import prepare_for_draft
 
 from talon_sglang.gpu.loop import DraftLoop
+from talon_sglang.gpu.masks import full_mask
 from talon_sglang.gpu.round import Lanes, StaticRound
 from talon_sglang.verify_input import build_verify_input
 from talon_sglang.worker import TalonDraftWorker
@@ -63,18 +64,3 @@ class TritonDraftWorker(TalonDraftWorker):
         with forward_context(ForwardContext(attn_backend=self.tree_attention), forward_batch=forward_batch):
             output = self.draft_runner.forward(forward_batch).logits_output
         return output.next_token_logits, output.hidden_states
-
-
-def full_mask(mask_BNN: torch.Tensor, seq_lens_B: torch.Tensor, entries: int) -> torch.Tensor:
-    """SGLang's FULL_MASK: request after request, row after row, who of the prefix (all) and of the tree (`mask_BNN`) a node sees.
-
-    `entries` = N x sum of seq_lens + B x N x N, known on the host.
-    """
-    batch, n = mask_BNN.shape[:2]
-    width_B = seq_lens_B.long() + n
-    end_B = (width_B * n).cumsum(0)
-    entry_E = torch.arange(entries, device=mask_BNN.device)
-    request_E = torch.searchsorted(end_B, entry_E, right=True).clamp(max=batch - 1)
-    within_E = entry_E - (end_B - width_B * n)[request_E]
-    row_E, column_E = within_E // width_B[request_E], within_E % width_B[request_E] - seq_lens_B.long()[request_E]
-    return (column_E < 0) | mask_BNN[request_E, row_E.clamp(max=n - 1), column_E.clamp(min=0)]

@@ -108,7 +108,8 @@ class StaticTrees:
             raise TypeError(f"log_probs_BWV is {log_probs_BWV.dtype}: pass float32 log-probabilities")
         live_BW, node_BW = self.lanes(log_probs_BWV.shape[1])
         growing_B = live_BW[:, 0]
-        best_BW = log_probs_BWV.amax(-1).double()
+        value_BWR, token_BWR = ordered_topk(log_probs_BWV, self.children)
+        best_BW = value_BWR[:, :, 0].double()
         self._degrade((live_BW & ~torch.isfinite(best_BW)).any(1))
 
         live_BW = live_BW & ~self.degraded_B[:, None]
@@ -116,7 +117,6 @@ class StaticTrees:
         anchor_B = torch.where(live_BW, score_BW + best_BW, -math.inf).amax(1)
         gate_B = anchor_B + math.log(self.config.gate)
         gate_B = gate_B - torch.finfo(torch.float32).eps * (1 + gate_B.abs())  # inclusive, as in TreeBatch
-        value_BWR, token_BWR = ordered_topk(log_probs_BWV, self.children)
         score_BWR = score_BW[:, :, None] + value_BWR.double()
         passes_BWR = live_BW[:, :, None] & (score_BWR >= gate_B[:, None, None])
 
@@ -163,12 +163,13 @@ class StaticTrees:
 def ordered_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of the last dimension of a float32 tensor, best first, ties to the smaller column: (values, columns).
 
-    Same result as `exact_topk` on rows of numbers, without its data-dependent shapes. Rows with NaN come out in some order.
+    `exact_topk` without its data-dependent shapes, and with the same values: NaN for a row with NaN, +inf or nothing but -inf, whose
+    columns mean nothing.
     """
-    x = x + 0.0  # -0.0 ties with 0.0
-    bits = x.view(torch.int32)
-    bits = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()  # integers in the order of the floats
+    failed = ~torch.isfinite(x.amax(-1, keepdim=True))
+    bits = (x + 0.0).view(torch.int32)  # -0.0 ties with 0.0
+    bits = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # integers in the order of the floats
     last = x.shape[-1] - 1
-    key = (bits << 32) | (last - torch.arange(last + 1, device=x.device))  # all different, so topk has no choice
-    columns = last - (key.topk(k, dim=-1).values & 0xFFFFFFFF)
-    return x.gather(-1, columns), columns
+    key = bits.long().bitwise_left_shift_(32).bitwise_or_(last - torch.arange(last + 1, device=x.device))
+    columns = last - (key.topk(k, dim=-1).values & 0xFFFFFFFF)  # the keys all differ, so topk has no choice
+    return x.gather(-1, columns).masked_fill(failed, math.nan), columns

@@ -89,6 +89,13 @@ def test_ordered_topk_equals_exact_topk():
             assert torch.equal(got, expected)
 
 
+def test_ordered_topk_marks_failed_rows_whatever_the_sign_of_their_nan():
+    rows = torch.tensor([[1.0, math.nan, 0.0], [1.0, -math.nan, 0.0], [math.inf, 0.0, 1.0], [-math.inf] * 3, [-math.inf, 2.0, -math.inf]])
+    rows[1, 1] = torch.tensor([-4194304], dtype=torch.int32).view(torch.float32)  # the NaN that x86 makes: sign bit set
+    values, columns = ordered_topk(rows, 2)
+    assert values.isnan().all(1).tolist() == [True, True, True, True, False] and columns[4].tolist() == [1, 0]
+
+
 def test_other_precisions_are_refused():
     with pytest.raises(TypeError, match="float32"):
         StaticTrees(1, TreeConfig(), 64).expand(torch.zeros(1, 10, 64, dtype=torch.float64))
