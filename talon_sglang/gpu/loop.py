@@ -8,8 +8,8 @@ already runs the next one. A round thus launches at most one step too many, and 
 next step: after step i-1 left room for r nodes, the layer that step i adds and step i+1 expands has at most r - 1 nodes.
 
 Under tensor parallelism every rank must launch the same steps, or a collective inside the draft forward hangs. The copies are read by step
-number, never by whether they have arrived, so ranks with equal trees decide equally; `agree` (a broadcast from rank 0) keeps them together
-even if a tree should differ.
+number, never by whether they have arrived, so ranks with equal trees decide equally; `agree=rank_zero(group)` keeps them together even if
+a tree should differ.
 """
 
 from __future__ import annotations
@@ -79,6 +79,17 @@ class LateFlag:
         """Forget what has not been taken. A copy still under way ends before the next one into its slot, for both are on one stream."""
         while self._sent:
             self._free.append(self._sent.popleft()[0])
+
+
+def rank_zero(group=None) -> Callable[[int], int]:
+    """`agree` for the ranks of a CPU process group (gloo): every rank gets rank 0's number."""
+
+    def agree(room: int) -> int:
+        flag = torch.tensor(room)
+        torch.distributed.broadcast(flag, group_src=0, group=group)
+        return int(flag)
+
+    return agree
 
 
 class DraftLoop:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs Triton")
+triton = pytest.importorskip("triton", reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
@@ -29,6 +29,26 @@ def test_all_of_this_file_in_tritons_interpreter():
         command, env=env, capture_output=True, text=True, timeout=300, cwd=Path(__file__).resolve().parents[2], check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_for_nvidia_gpus_without_having_one(capability, tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from talon_sglang.gpu.kernels import COPY_BLOCK, DUMMY_SLOT, _write_kv_indices
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointers = dict.fromkeys(("rows", "seq_lens", "starts", "sizes", "depth_ptr", "slots"), "*i64") | {"ancestors": "*u8"}
+    numbers = dict.fromkeys(("batch", "n", "table_stride", "slots_stride"), "i32")
+    constants = {"DUMMY": DUMMY_SLOT, "BLOCK_B": 32, "BLOCK_N": 64, "BLOCK": COPY_BLOCK}
+    for uniform, index in ((False, "*i64"), (True, "*i32")):
+        types = pointers | numbers | {"kv_indptr": "*i32", "kv_indices": index, "table": "*i32"} | dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, "constexpr") for name in _write_kv_indices.arg_names}  # in the kernel's own order
+        source = ASTSource(_write_kv_indices, signature, constexprs=constants | {"UNIFORM": uniform})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        assert f".target sm_{capability}" in compiled.asm["ptx"] and compiled.asm["cubin"]
 
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")

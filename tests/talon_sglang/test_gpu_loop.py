@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.gpu_cases import random_log_probs
-from talon_sglang.gpu.loop import DraftLoop, LateFlag
+from talon_sglang.gpu.loop import DraftLoop, LateFlag, rank_zero
 from talon_sglang.gpu.tree import StaticTrees
 from talon_sglang.tree import TreeBatch, TreeConfig, exact_topk
 from tests.talon_sglang.fake_graph import RecordedGraph
@@ -118,6 +118,32 @@ def test_ranks_follow_the_flag_they_agree_on():
     drafting, asked = Drafting(TreeConfig(40, 2, 1.0)), []
     loop = DraftLoop(drafting.trees, drafting.begin, drafting.step, agree=lambda room: asked.append(room) or 0)
     assert len(loop.run()) == 2 and asked[0] > 1
+
+
+def run_rank(rank, rendezvous, results, broadcast):
+    """Rank 0 has a flat draft (two layers), rank 1 a sure one (deep trees)."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    drafting = Drafting(TreeConfig(30, 4, 0.5), scale=(0.1, 30.0)[rank])
+    options = {"agree": rank_zero()} if broadcast else {}
+    launched = DraftLoop(drafting.trees, drafting.begin, drafting.step, **options).run()
+    results.put((rank, len(launched)))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_two_ranks_with_different_trees_launch_equally_many_steps_only_with_the_broadcast(tmp_path, broadcast):
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path / "rendezvous", results, broadcast)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    steps = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    assert (steps[0] == steps[1]) == broadcast
 
 
 def test_the_recorder_refuses_what_a_cuda_graph_cannot_hold():
