@@ -14,7 +14,7 @@ from eval.servers import ServerSpec, serve  # noqa: E402
 from tests.toy import GROUPS, answer  # noqa: E402
 
 pytestmark = pytest.mark.slow
-N, K, LENGTH = 8, 2, 10
+N, K, LENGTH = 6, 2, 8
 
 
 def served(toy, trace, extra=(), env=None):
@@ -38,13 +38,18 @@ def served(toy, trace, extra=(), env=None):
 
 
 def trees(trace):
-    """The distinct trees of a trace; both servers meet the same ones, however their batches fall."""
+    """The distinct trees of a trace. A request's rounds do not depend on its batch, so both servers meet the same ones."""
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
-    return {(tuple(row["tokens"]), tuple(row["parents"]), tuple(row["accepted"])) for row in rows if row["seq_len"] + N < 3 + LENGTH}
+    return {(tuple(row["tokens"]), tuple(row["parents"]), tuple(row["accepted"])) for row in rows}
 
 
 def test_the_triton_backend_gives_plain_decodings_answers_and_the_cpu_paths_trees(toy, tmp_path):
-    answers = served(toy, tmp_path / "triton.jsonl", ("--attention-backend", "triton"), {"TRITON_INTERPRET": "1"})
+    answers = served(
+        toy,
+        tmp_path / "triton.jsonl",
+        ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),
+        {"TRITON_INTERPRET": "1"},
+    )
     assert answers == {last: answer(last, LENGTH) for last in answers}
     served(toy, tmp_path / "cpu.jsonl")
     found = trees(tmp_path / "triton.jsonl")
