@@ -35,7 +35,7 @@ class TalonWorker(EAGLEWorkerV2):
         settings = TalonSettings.handed_over()
         # EAGLEWorkerV2 names its draft worker's class in the constructor. Backends and graphs are built later, so the class can still
         # change here, and nothing of the constructor needs a copy.
-        self._draft_worker.__class__ = TalonDraftWorker
+        self._draft_worker.__class__ = draft_worker_class(server_args)
         self._draft_worker.tree_config = settings.tree
         self.observer = Observer(settings.trace)
         self.clock = self._draft_worker.clock = Clock()
@@ -149,3 +149,11 @@ class TalonDraftWorker(EagleDraftWorker):
                 super()._draft_extend_for_decode(batch, accepted, **kwargs)  # writes into result.next_draft_input
         finally:
             self.speculative_num_draft_tokens, batch.out_cache_loc = stride, window
+
+
+def draft_worker_class(server_args) -> type[TalonDraftWorker]:
+    if server_args.attention_backend == "triton":
+        from talon_sglang.gpu.draft import TritonDraftWorker  # it subclasses the one above
+
+        return TritonDraftWorker
+    return TalonDraftWorker

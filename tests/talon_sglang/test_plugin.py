@@ -66,6 +66,7 @@ def test_the_reserve_is_at_most_two_n_slots(toy, n, k, steps):
         ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
         ({"device": "cuda"}, "--device cuda"),
         ({"attention_backend": "torch_native"}, "--attention-backend torch_native"),
+        ({"attention_backend": "triton"}, "--attention-backend triton"),  # but for Triton's interpreter, see test_gpu_server.py
         ({"decode_attention_backend": "triton"}, "attention backend"),
         ({"page_size": 16}, "--page-size 16"),
         ({"tp_size": 2}, "--tp-size 2"),

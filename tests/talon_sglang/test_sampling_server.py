@@ -102,10 +102,16 @@ def test_three_tokens_follow_the_targets_joint_distribution(server, start, sampl
     assert p_value(tokens, enumerate_joint(STARTS[start], wrong)) < 1e-3
 
 
-def test_penalties_that_ignore_the_path_would_be_noticed(server):
-    """The same draws against no penalty at all, which is what a path within one round would get from SGLang's relaxed rule."""
-    tokens = draw(server, STARTS["sure"], CASES[5], 2000)
-    assert p_value(tokens, enumerate_joint(STARTS["sure"], {"temperature": 1.0})) < 1e-3
+def test_penalties_within_one_round_keep_tokens_from_coming_back(server):
+    """The share of answers that say a token twice, which SGLang's relaxed rule would not lower within a round."""
+    penalties = {"temperature": 1.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0}
+    a, b, c = torch.meshgrid(*[torch.arange(VOCAB)] * 3, indexing="ij")
+    again = (a == b) | (b == c) | (a == c)
+    expected, without = (float(enumerate_joint(STARTS["sure"], rules)[again].sum()) for rules in (penalties, {"temperature": 1.0}))
+    tokens = draw(server, STARTS["sure"], penalties, 4000)
+    seen = float((tokens.sort(dim=1).values.diff(dim=1) == 0).any(dim=1).double().mean())
+    error = (expected * (1 - expected) / len(tokens)) ** 0.5
+    assert abs(seen - expected) < 4 * error and seen + 6 * error < without, (seen, expected, without)
 
 
 def test_greedy_and_sampled_requests_share_a_batch(server):
