@@ -1,8 +1,8 @@
 """Every reason a row of training data can be kept, repaired, shortened or dropped for: one code, one sentence.
 
 One rule decides the fate. A fault outside the turns drops the row. A fault in a turn cuts the conversation before that turn: what precedes is
-kept when it holds a whole question and answer ("shortened"), else the row is dropped. What can be put right without guessing is put right
-("repaired"). Each row has exactly one outcome, so the outcomes of a file sum to the rows read. docs/data.md shows this table.
+kept when it holds a whole question and answer ("shortened"), else the row is dropped; answers that cannot be trained, or a tail beyond the
+token limit, also shorten a row. What can be put right without guessing is put right ("repaired"). Each row has exactly one outcome, so the outcomes of a file sum to the rows read. docs/data.md shows this table.
 """
 
 from collections import Counter
@@ -74,10 +74,16 @@ class Outcome:
     @classmethod
     def of(cls, shortened: list[str], repaired: list[str]) -> "Outcome":
         """The outcome of a row that is kept: the gravest change names it."""
-        codes = list(dict.fromkeys(shortened + repaired))
+        return cls("kept", "ok").with_changes(shortened, repaired)
+
+    def with_changes(self, shortened: list[str], repaired: list[str]) -> "Outcome":
+        """This outcome and what was found later about the same row."""
+        before = [] if self.code == "ok" else [self.code, *self.also]
+        first, second = (before + shortened, repaired) if self.fate == "shortened" else (shortened, before + repaired)
+        codes = list(dict.fromkeys(first + second))
         if not codes:
-            return cls("kept", "ok")
-        return cls("shortened" if shortened else "repaired", codes[0], tuple(codes[1:]))
+            return self
+        return Outcome("shortened" if first else "repaired", codes[0], tuple(codes[1:]))
 
 
 @dataclass
