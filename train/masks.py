@@ -146,7 +146,9 @@ def encode_chat(tokenizer, messages: list[dict], truncated: bool = False, end_id
 
 def _special_tokens(tokenizer) -> dict[str, int]:
     """text -> id of the tokens that a template writes and a text does not: special ones, and added ones in brackets."""
-    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special or _in_brackets(token.content)}
+    added = {
+        token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special or _in_brackets(token.content)
+    }
     return added | {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.all_special_tokens}
 
 

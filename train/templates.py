@@ -164,7 +164,11 @@ class ChatRenderer:
 
         special = {name: text for name, text in self.tokenizer.special_tokens_map.items() if isinstance(text, str)}
         rendered, blocks = render_jinja_template(
-            [messages], chat_template=_template_text(self.tokenizer), return_assistant_tokens_mask=True, add_generation_prompt=False, **special
+            [messages],
+            chat_template=_template_text(self.tokenizer),
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=False,
+            **special,
         )
         return list(blocks[0]) if rendered[0] == whole else []
 
