@@ -1,4 +1,4 @@
-"""A file -> encoded conversations, each row with its outcome. Training and train/lint.py both read through here, so lint tells what training does."""
+"""A file -> encoded conversations, each row with its outcome. Training and train/lint.py both read through here."""
 
 import hashlib
 from collections.abc import Iterator

@@ -154,9 +154,9 @@ class Turns:
         self.kept: list[dict] = []
         self.repaired: list[str] = []
         self.fault: str | None = None
-        for role, content, turn in raw_turns:
+        for raw_role, content, turn in raw_turns:
             try:
-                role = _role(role, turn)
+                role = _role(raw_role, turn)
                 if only_questions and role != "user":
                     continue
                 self._take(role, content, turn)

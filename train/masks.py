@@ -1,8 +1,8 @@
 """Which tokens carry loss: chat -> token ids and the exact spans that the model itself produced.
 
-train/templates.py says where the answers are in the rendered text; here the text becomes tokens. They are produced piece by piece between the
-boundaries, which is how they arise in serving: the prompt is tokenised, the answer is generated after it. A tokenizer that puts a space
-before every piece (SentencePiece) gets the whole text at once instead, and an answer whose boundary falls inside a token is not supervised.
+train/templates.py says where the answers are in the rendered text; here the text becomes tokens. They are produced piece by piece between
+the boundaries, which is how they arise in serving: the prompt is tokenised, the answer is generated after it. A tokenizer that puts a space
+before every piece (SentencePiece) gets the whole text at once instead, and an answer whose boundary falls inside a token is not trained.
 
 The span rule (see `supervised_steps`): row i at training-time-test step k sees x[i+1+k] and predicts x[i+2+k]; it carries loss if and
 only if both lie in the same span. So the first answer token is never predicted (in serving the target produces it) and nothing is

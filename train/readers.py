@@ -1,9 +1,9 @@
 """A file or data set -> rows, one at a time. A row that cannot be parsed comes out with a reason and reading goes on behind it.
 
-Known: JSONL, one JSON array, pretty-printed JSON (an array, or object after object), .txt (a prompt per line), parquet, each of the JSON forms
-also as .gz or .zst, and `owner/name` or `owner/name:split` of the Hugging Face hub. What a file is, is told by its first bytes, so a wrong
-suffix does no harm. UTF-8 with or without BOM, UTF-16 with BOM; LF, CRLF or CR; U+2028 is an ordinary character. Memory holds one row and a
-read buffer, except that a damaged row in a JSON array may need the rest of the file.
+Known: JSONL, one JSON array, pretty-printed JSON (an array, or object after object), .txt (a prompt per line), parquet, each of the JSON
+forms also as .gz or .zst, and `owner/name` or `owner/name:split` of the Hugging Face hub. What a file is, is told by its first bytes, so a
+wrong suffix does no harm. UTF-8 with or without BOM, UTF-16 with BOM; LF, CRLF or CR; U+2028 is an ordinary character. Memory holds one row
+and a read buffer, except that a damaged row in a JSON array may need the rest of the file.
 """
 
 import gzip

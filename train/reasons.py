@@ -1,8 +1,9 @@
 """Every reason a row of training data can be kept, repaired, shortened or dropped for: one code, one sentence.
 
-One rule decides the fate. A fault outside the turns drops the row. A fault in a turn cuts the conversation before that turn: what precedes is
-kept when it holds a whole question and answer ("shortened"), else the row is dropped; answers that cannot be trained, or a tail beyond the
-token limit, also shorten a row. What can be put right without guessing is put right ("repaired"). Each row has exactly one outcome, so the outcomes of a file sum to the rows read. docs/data.md shows this table.
+One rule decides the fate. A fault outside the turns drops the row. A fault in a turn cuts the conversation before that turn: what
+precedes is kept when it holds a whole question and answer ("shortened"), else the row is dropped; answers that cannot be trained, or a
+tail beyond the token limit, also shorten a row. What can be put right without guessing is put right ("repaired"). Each row has exactly one
+outcome, so the outcomes of a file sum to the rows read. docs/data.md shows this table.
 """
 
 from collections import Counter

@@ -2,8 +2,9 @@
 
 An answer is found in three renderings of the conversation: the whole; the turns before the answer with the generation prompt (what a server
 would send); and the turns up to it with the answer's text replaced by a mark. The mark shows what the template puts before and after the
-text, and then the whole rendering must hold exactly: the part before, the text (as it is or stripped), the part after. No header is searched
-for, so nothing inside a message can move a boundary. A template whose `{% generation %}` tags mark exactly an answer is taken at its word.
+text, and then the whole rendering must hold exactly: the part before, the text (as it is or stripped), the part after. No header is
+searched for, so nothing inside a message can move a boundary. A template whose `{% generation %}` tags mark exactly an answer is taken at
+its word.
 
 Templates of thinking models need three more rules.
 - Text that the template injects between the generation prompt and the answer (an empty think block) is context. White space is not: the
@@ -28,7 +29,7 @@ REASONING = re.compile(r"</?\w*think\w*>|\[/?THINK\]|</?reasoning>", re.IGNORECA
 class Rendered:
     """`text`, and the half-open character spans of its answers, each with its end-of-turn token if the template writes one.
 
-    `notes`: codes of train/reasons.py about answers that are context only, or lack an end of turn. `last`: the last span is the last answer.
+    `notes`: codes of train/reasons.py about answers that are context only, or lack an end of turn. `last`: the last answer has a span.
     """
 
     text: str

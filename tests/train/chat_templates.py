@@ -1,7 +1,7 @@
 """Chat templates that behave as the well-known ones do, and small tokenizers to go with them.
 
-Written for these tests: what is kept of each model is its behaviour (headers, stripping, injected or removed reasoning, refusals, end-of-turn
-tokens), which is what a mask can get wrong.
+Written for these tests: what is kept of each model is its behaviour (headers, stripping, injected or removed reasoning, refusals,
+end-of-turn tokens), which is what a mask can get wrong.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,8 @@ CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['con
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 TAGGED = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}
-{%- generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
+{%- generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 LLAMA3 = """{{ bos_token }}{% for m in messages %}
@@ -22,9 +23,11 @@ LLAMA3 = """{{ bos_token }}{% for m in messages %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
 # Reasoning of turns before the last question is removed; the last answer gets a think block even when it has none.
-QWEN3 = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+QWEN3 = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}{% if m['role'] != 'assistant' %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% else %}
-{%- set content = m['content'] %}{% set reasoning = '' %}{% if m['reasoning_content'] is string %}{% set reasoning = m['reasoning_content'] %}
+{%- set content = m['content'] %}{% set reasoning = '' %}
+{%- if m['reasoning_content'] is string %}{% set reasoning = m['reasoning_content'] %}
 {%- elif '</think>' in content %}{% set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
 {%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
 {%- if loop.index0 > ns.last and (loop.last or reasoning) %}
@@ -60,7 +63,8 @@ VICUNA = """{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + 
 {%- elif m['role'] == 'assistant' %}{{ 'ASSISTANT: ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
 
-NO_END = """{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+NO_END = """{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 
 
 @dataclass(frozen=True)

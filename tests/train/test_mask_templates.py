@@ -1,4 +1,4 @@
-"""The mask on nine kinds of chat template: supervised tokens read exactly as the assistant's text and its end of turn, or there is a reason."""
+"""The mask on nine kinds of chat template: trained tokens read exactly as the answers and their ends of turn, or there is a reason."""
 
 import copy
 import random
