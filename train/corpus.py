@@ -39,7 +39,7 @@ def encode_rows(path: str | Path, encoder: ChatEncoder, max_length: int, vocab_s
             continue
         seen.add(key)
         try:
-            chat = _encode(conversation, encoder, vocab_size)
+            chat = _encode(conversation, encoder, vocab_size, max_length)
         except MaskError as reason:
             yield Row(raw.number, Outcome("dropped", reason.code), conversation)
             continue
@@ -54,10 +54,10 @@ def encode_rows(path: str | Path, encoder: ChatEncoder, max_length: int, vocab_s
             yield Row(raw.number, outcome.with_changes(shortened, repaired), conversation, chat)
 
 
-def _encode(conversation: Conversation, encoder: ChatEncoder, vocab_size: int | None) -> Encoded:
+def _encode(conversation: Conversation, encoder: ChatEncoder, vocab_size: int | None, max_length: int) -> Encoded:
     if conversation.ids:
         return encoder.from_tokens(conversation.ids, conversation.mask, vocab_size)
-    return encoder.encode(conversation.messages, conversation.truncated)
+    return encoder.encode(conversation.messages, conversation.truncated, max_length)
 
 
 def _content_key(conversation: Conversation) -> bytes:

@@ -14,7 +14,7 @@ from train.progress import progress_bar
 from train.reasons import Report
 from train.recipe import Recipe, RecipeError
 from train.target import FrozenTarget
-from train.vocab import DraftVocab, cached_vocab, count_by_source
+from train.vocab import DraftVocab, SourceCounts, cached_vocab
 
 
 @dataclass
@@ -41,7 +41,7 @@ def load_dataset(recipe: Recipe, tokenizer, vocab_size: int) -> Dataset:
     if path is None or not path.exists():
         raise RecipeError(f"`answers.file` is {path}, which does not exist; run train/regenerate.py with this recipe first.")
     encoder, report = ChatEncoder(tokenizer), Report()
-    train, held_out, sources = [], [], []
+    train, held_out, counts = [], [], SourceCounts(vocab_size)
     for row in encode_rows(path, encoder, recipe.train.max_length, vocab_size):
         report.add(row.outcome)
         if row.chat is None:
@@ -50,14 +50,14 @@ def load_dataset(recipe: Recipe, tokenizer, vocab_size: int) -> Dataset:
             held_out.append(row.chat)
         else:
             train.append(row.chat)
-            sources.append(row.conversation.source)
+            counts.add(row.conversation.source, row.chat)
     notes = f"{path.name}: {report}"
     if not train:
         raise RecipeError(f"`answers.file` holds no trainable conversation ({notes}).")
-    counts = count_by_source(train, sources, vocab_size)
-    counts_V = sum(counts.values())
+    by_source = counts.finish()
+    counts_V = sum(by_source.values())
     vocab = cached_vocab(cache_dir() / "vocab", train, tokenizer, counts_V, min(recipe.head.draft_vocab_size, vocab_size))
-    coverage = {source: vocab.share_of(counted_V) for source, counted_V in counts.items()}
+    coverage = {source: vocab.share_of(counted_V) for source, counted_V in by_source.items()}
     notes += f"\ndraft vocabulary: {describe_coverage(vocab, coverage)}"
     return Dataset(train, held_out, vocab, notes, coverage)
 

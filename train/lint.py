@@ -27,7 +27,6 @@ EXAMPLES = """examples:
   python train/lint.py prompts.jsonl --prompts --target T                           # only the questions count
   python train/lint.py --recipe recipes/smollm2-135m-cpu-quick.yaml                 # the file and settings of a recipe
 """
-MOST_SOURCES = 64
 
 
 class LintError(ValueError):
@@ -85,6 +84,7 @@ def lint_conversations(args, tokenizer, config, plan) -> Finding:
 
     from train.corpus import encode_rows
     from train.masks import ChatEncoder
+    from train.vocab import SourceCounts
 
     finding = Finding(str(args.file), str(args.target), "conversations", plan=plan)
     counts = SourceCounts(config.vocab_size)
@@ -124,32 +124,6 @@ def lint_prompts(args, tokenizer) -> Finding:
                 finding.spans += len(lengths)
                 finding.longest = max(finding.longest, sum(lengths))
     return finding
-
-
-class SourceCounts:
-    """Counts supervised tokens by source without keeping the conversations; sources beyond the first MOST_SOURCES share one place."""
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size, self.waiting, self.counts, self.held = vocab_size, {}, {}, 0
-
-    def add(self, source: str, chat) -> None:
-        names = {*self.counts, *self.waiting}
-        name = source if source in names or len(names) < MOST_SOURCES else "(other sources)"
-        self.waiting.setdefault(name, []).append(chat)
-        self.held += 1
-        if self.held >= 2048:
-            self._count()
-
-    def _count(self) -> None:
-        from train.vocab import count_supervised
-
-        for name, chats in self.waiting.items():
-            self.counts[name] = self.counts.get(name, 0) + count_supervised(chats, self.vocab_size)
-        self.waiting, self.held = {}, 0
-
-    def finish(self) -> dict:
-        self._count()
-        return dict(sorted(self.counts.items()))
 
 
 def coverage_table(counts: dict, tokenizer, sizes: list[int]) -> list[dict]:

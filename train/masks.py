@@ -71,19 +71,19 @@ class ChatEncoder:
         self.renderer = ChatRenderer(tokenizer, list(self.special_ids))
         self.piecewise = self._pieces_join()
 
-    def encode(self, messages: list[dict], truncated: bool = False) -> Encoded:
+    def encode(self, messages: list[dict], truncated: bool = False, enough: int | None = None) -> Encoded:
         """Token ids of a conversation and the spans of its assistant turns, each up to and including its end-of-turn token.
 
-        `truncated`: the last answer was cut, so the tokens end with it and its end-of-turn token is left out. Raises MaskError when no turn
-        can be supervised.
+        `truncated`: the last answer was cut, so the tokens end with it and its end-of-turn token is left out. `enough`: the caller cuts at so
+        many tokens; what follows the answer that reaches it need not be encoded. Raises MaskError when no turn can be supervised.
         """
         try:
             rendered = self.renderer.locate(messages)
         except BadRow as reason:
             raise MaskError(reason.code) from None
         notes = list(rendered.notes)
-        ids, spans = self._by_pieces(rendered) if self.piecewise else self._at_once(rendered, notes)
-        if truncated and rendered.last and spans[-1]:
+        ids, spans = self._by_pieces(rendered, enough) if self.piecewise else self._at_once(rendered, notes)
+        if truncated and rendered.last and len(spans) == len(rendered.spans) and spans[-1]:
             start, end = spans[-1]
             end -= ids[end - 1] in self.special_ids.values()
             ids, spans[-1] = ids[:end], (start, end)
@@ -112,7 +112,7 @@ class ChatEncoder:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
-    def _by_pieces(self, rendered: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+    def _by_pieces(self, rendered: Rendered, enough: int | None) -> tuple[list[int], list[tuple[int, int]]]:
         ids, spans, done = [], [], 0
         for start, end in rendered.spans:
             ids += self._ids(rendered.text[done:start])
@@ -120,6 +120,8 @@ class ChatEncoder:
             spans.append((len(ids), len(ids) + len(answer)))
             ids += answer
             done = end
+            if enough is not None and len(ids) > enough:
+                return ids, spans
         return ids + self._ids(rendered.text[done:]), spans
 
     def _at_once(self, rendered: Rendered, notes: list[str]) -> tuple[list[int], list[tuple[int, int] | None]]:

@@ -74,8 +74,34 @@ def _decompressed(file, magic: bytes, path: Path):
             import zstandard
         except ImportError:
             raise SourceError(f"{path} is compressed with zstd; run pip install zstandard, or unpack it.") from None
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+        return io.BufferedReader(ZstdFrames(file, zstandard.ZstdDecompressor()))
     return file
+
+
+class ZstdFrames(io.RawIOBase):
+    """One zstd frame after the other. Unlike the library's own reader it raises EOFError when the last one is incomplete."""
+
+    def __init__(self, file, decompressor):
+        self.file, self.decompressor = file, decompressor
+        self.frame, self.packed, self.ready = None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.ready:
+            self.packed = self.packed or self.file.read(1 << 16)
+            if not self.packed and self.frame is None:
+                return 0
+            if not self.packed:
+                raise EOFError("the last frame is incomplete")
+            self.frame = self.frame or self.decompressor.decompressobj()
+            self.ready = memoryview(self.frame.decompress(self.packed))
+            self.packed = self.frame.unused_data if self.frame.eof else b""
+            self.frame = None if self.frame.eof else self.frame
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
 
 
 def _decoded(stream, path: Path) -> io.TextIOWrapper:
@@ -135,20 +161,26 @@ def _is_line_per_row(window: Window) -> bool:
         window.grow()
     start = window.text[window.pos :].lstrip()
     first, _, rest = start.partition("\n")
-    try:
-        json.loads(first)
-        return first[:1] != "[" or bool(rest.strip())  # an array on one line is the file; several are rows
-    except (ValueError, RecursionError):
-        pass
+    rest = rest.lstrip()
+    if _is_value(first):
+        return first[:1] != "[" or bool(rest)  # an array on one line is the file; several are rows
     if first[:1] == "[":
-        return False
+        return _is_value(rest.partition("\n")[0])  # a damaged first row; elements of an array have commas behind them
     if first.rstrip() == "{":
-        return True if rest.lstrip()[:1] == "{" else False
-    try:  # an object whose first line also holds its first field
+        return rest[:1] == "{"
+    try:  # an object whose first line also holds its first field, or several objects on a line
         _, end = DECODER.raw_decode(start)
-        return "\n" not in start[:end]
+        return "\n" not in start[:end] and start[end:].lstrip(" \t")[:1] != "{"
     except (ValueError, RecursionError):
         return True
+
+
+def _is_value(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 DECODER = json.JSONDecoder(strict=False)  # a raw tab inside a string does no harm

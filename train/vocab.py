@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+MOST_SOURCES = 64  # a source may be the row's own address; each costs an array of the size of the target vocabulary
 FORMAT = 1  # of the cached file and of the way it is derived; part of the key
 
 
@@ -61,12 +63,31 @@ def count_supervised(encoded_chats: Iterable, target_size: int) -> torch.Tensor:
     return torch.from_numpy(counts_V)
 
 
-def count_by_source(chats: Iterable, sources: Iterable[str], target_size: int) -> dict[str, torch.Tensor]:
-    """`count_supervised` for each source, in alphabetical order."""
-    groups: dict[str, list] = {}
-    for chat, source in zip(chats, sources, strict=True):
-        groups.setdefault(source, []).append(chat)
-    return {source: count_supervised(groups[source], target_size) for source in sorted(groups)}
+class SourceCounts:
+    """Counts supervised tokens by source without keeping the chats; sources beyond the first MOST_SOURCES are counted together."""
+
+    def __init__(self, target_size: int):
+        self.target_size, self.held = target_size, 0
+        self._waiting: dict[str, list] = {}
+        self._counts: dict[str, torch.Tensor] = {}
+
+    def add(self, source: str, chat) -> None:
+        known = {*self._counts, *self._waiting}
+        name = source if source in known or len(known) < MOST_SOURCES else "(other sources)"
+        self._waiting.setdefault(name, []).append(chat)
+        self.held += 1
+        if self.held >= 4096:
+            self._count()
+
+    def _count(self) -> None:
+        for name, chats in self._waiting.items():
+            self._counts[name] = self._counts.get(name, 0) + count_supervised(chats, self.target_size)
+        self._waiting, self.held = {}, 0
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """int64 [V] for each source, by name."""
+        self._count()
+        return dict(sorted(self._counts.items()))
 
 
 def build_vocab(counts_V: torch.Tensor, size: int, pinned: set[int]) -> DraftVocab:
@@ -113,7 +134,8 @@ def cached_vocab(folder: Path, chats: list, tokenizer, counts_V: torch.Tensor, s
         with safe_open(path, "pt") as file:
             vocab = vocab_from_d2t(file.get_tensor("d2t"), len(counts_V), counts_V)
             vocab.filled = int(file.metadata()["filled"])
-            return vocab
+            if len(vocab.ids_Vd) == size:
+                return vocab
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         pass
     vocab = build_vocab(counts_V, size, pinned)
@@ -123,7 +145,8 @@ def cached_vocab(folder: Path, chats: list, tokenizer, counts_V: torch.Tensor, s
         save_file({"d2t": vocab.d2t_Vd}, temporary, metadata={"filled": str(vocab.filled)})
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
     return vocab
 
 
