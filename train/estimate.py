@@ -14,7 +14,7 @@ from train.head import Eagle3Head, HeadConfig
 
 BYTES = {"fp32": 4, "bf16": 2}
 ARGMAX_BYTES = 4  # the target's greedy token, int32, beside each stored feature row
-EFFICIENCY = 0.4  # of the rate of large matrix products; attention, softmax and the optimizer are the rest
+EFFICIENCY = 0.6  # of the rate of large matrix products, measured on a CPU (docs/data.md); attention, softmax, optimizer are the rest
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Sizes:
     intermediate: int
     attention: int  # heads times head size
     heads: int
+    context_matrix: int  # weights that multiply rows without loss too: fc, k_proj, v_proj
 
     @classmethod
     def of(cls, config, draft_vocab_size: int) -> "Sizes":
@@ -73,6 +74,7 @@ class Sizes:
             config.intermediate_size,
             head.config.num_attention_heads * head.config.head_dim,
             head.config.num_attention_heads,
+            sum(layer.weight.numel() for layer in (head.fc, head.midlayer.self_attn.k_proj, head.midlayer.self_attn.v_proj)),
         )
 
 
@@ -128,11 +130,12 @@ def memory_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
 
 
 def work_per_token(sizes: Sizes, plan: Plan, supervised_share: float) -> float:
-    """Floating-point operations for a token and epoch: the head forward and backward at every step, its lm_head where a token is predicted
-    (and once more for the target's distribution), the target forward (once in all when features are kept)."""
-    head = 6 * plan.ttt_steps * (sizes.head_matrix - sizes.lm_head) + 6 * plan.ttt_steps * sizes.lm_head * supervised_share
+    """Floating-point operations for a token and epoch: the head forward and backward at every step for the rows that carry loss, its `fc`, keys
+    and values for the others, lm_head once more for the target's distribution, and the target's forward (once in all when features are kept)."""
+    head = 6 * plan.ttt_steps * sizes.head_matrix * supervised_share
+    context = 6 * sizes.context_matrix * (1 - supervised_share)
     teacher = 2 * sizes.lm_head * supervised_share
-    return head + teacher + 2 * sizes.target_matrix / (1 if plan.online else plan.epochs)
+    return head + context + teacher + 2 * sizes.target_matrix / (1 if plan.online else plan.epochs)
 
 
 def _seconds(sizes: Sizes, plan: Plan, tokens: int, supervised: int, given: float | None) -> tuple[float, float, str]:

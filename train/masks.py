@@ -74,8 +74,8 @@ class ChatEncoder:
     def encode(self, messages: list[dict], truncated: bool = False, enough: int | None = None) -> Encoded:
         """Token ids of a conversation and the spans of its assistant turns, each up to and including its end-of-turn token.
 
-        `truncated`: the last answer was cut, so the tokens end with it and its end-of-turn token is left out. `enough`: the caller cuts at so
-        many tokens; what follows the answer that reaches it need not be encoded. Raises MaskError when no turn can be supervised.
+        `truncated`: the last answer was cut, so the tokens end with it and its end-of-turn token is left out. `enough`: the caller cuts at
+        so many tokens; what follows the answer that reaches it need not be encoded. Raises MaskError when no turn can be supervised.
         """
         try:
             rendered = self.renderer.locate(messages)

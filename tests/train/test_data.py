@@ -52,7 +52,7 @@ def msgs(*turns):
     return {"messages": list(turns)}
 
 
-# (row, fate and code as training data, roles of what is kept). Codes of two-pair rows end in "shortened", of broken first pairs in "dropped".
+# (row, fate and code as training data, first letters of the roles that are kept). A fault in the first pair drops the row, a later one cuts it.
 CASES = {
     # the malformed table of the design notes
     "role/content keys": (msgs(Q, A), "kept ok", "ua"),
