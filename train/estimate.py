@@ -130,8 +130,9 @@ def memory_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
 
 
 def work_per_token(sizes: Sizes, plan: Plan, supervised_share: float) -> float:
-    """Floating-point operations for a token and epoch: the head forward and backward at every step for the rows that carry loss, its `fc`, keys
-    and values for the others, lm_head once more for the target's distribution, and the target's forward (once in all when features are kept)."""
+    """Floating-point operations for a token and epoch: the head forward and backward at every step for the rows that carry loss, its `fc`,
+    keys and values for the others, lm_head once more for the target's distribution, and the target's forward (once in all when features
+    are kept)."""
     head = 6 * plan.ttt_steps * sizes.head_matrix * supervised_share
     context = 6 * sizes.context_matrix * (1 - supervised_share)
     teacher = 2 * sizes.lm_head * supervised_share

@@ -52,7 +52,8 @@ def msgs(*turns):
     return {"messages": list(turns)}
 
 
-# (row, fate and code as training data, first letters of the roles that are kept). A fault in the first pair drops the row, a later one cuts it.
+# (row, fate and code as training data, first letters of the roles that are kept). A fault in the first pair drops the row, a later one
+# cuts it.
 CASES = {
     # the malformed table of the design notes
     "role/content keys": (msgs(Q, A), "kept ok", "ua"),
@@ -161,6 +162,14 @@ def test_every_reason_has_a_case():
     elsewhere |= {"template-refuses", "not-aligned", "answer-rewritten", "no-end-of-turn"}  # tests/train/test_mask_templates.py
     elsewhere |= {"other-split", "no-question", "duplicate"}  # in this file
     assert {outcome.split()[1] for _, outcome, _ in CASES.values()} | elsewhere == set(REASONS)
+
+
+def test_the_documentation_lists_every_reason(repo_root):
+    listed = [
+        line.split("`")[1] for line in (repo_root / "docs" / "data.md").read_text().splitlines() if line.startswith("| `") and "-" in line
+    ]
+    assert set(listed) | {"ok", "duplicate"} >= set(REASONS)
+    assert all(f"| {text} |" in (repo_root / "docs" / "data.md").read_text() for text in REASONS.values())
 
 
 def test_the_same_conversation_twice_is_one(tmp_path, encoder):

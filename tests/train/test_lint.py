@@ -79,7 +79,7 @@ def test_a_messy_file_sums_and_lists_its_rows(tmp_path, target, capsys):
         assert reason in told["outcomes"][fate] and (reason == "ok" or number in told["rows_by_code"][reason]), name
     assert f"of {len(CASES)} rows read" in out
     assert all(str(number) in out for number in told["rows_by_code"]["role-missing"])
-    assert told["predicted"] > 0 and [row["size"] for row in told["coverage"]] == [300, 320]
+    assert told["predicted"] > 0 and [row["size"] for row in told["coverage"]][:2] == [300, 320]
 
 
 def test_the_preview_marks_exactly_the_answers_in_both_outputs(tmp_path, target, capsys):

@@ -102,6 +102,38 @@ def test_no_user_text_moves_a_mask(name, seed):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("seed", range(25))
+def test_no_answer_text_gives_a_wrong_mask(name, seed):
+    """Answers made of headers, marks and reasoning tags: each span reads as one of the answers, in order, or there is a reason."""
+    rng, end = random.Random(seed), FAMILIES[name].end
+    pieces = [piece for piece in injections(name) if end not in piece] + ["<think>\n", "</think>", "\n</think>\n\n", "Yes. ", " no", "\n"]
+    turns = []
+    for _ in range(rng.randint(1, 3)):
+        turns += [
+            "Why?",
+            "Well" * rng.randint(0, 1) + "".join(rng.choice(pieces) for _ in range(rng.randint(1, 5))) + rng.choice(["a", "b "]),
+        ]
+    try:
+        found = spans_of(name, chat(*turns))
+    except MaskError as error:
+        assert error.code in ("not-aligned", "answer-rewritten", "answer-holds-end-token", "no-supervised-token")
+        return
+    answers = iter(turns[1::2])
+    for text in found:
+        assert text.endswith(end)
+        said = text.removesuffix(end)
+        assert any(said in readings(name, answer) for answer in answers), (text, turns)
+
+
+def readings(name: str, answer: str) -> set[str]:
+    """An answer as it may be shown: as it is or stripped; where the prompt opened the reasoning, without that opening."""
+    whole = {answer, answer.strip(), answer.lstrip(), answer.rstrip()}
+    if name == "deepseek-r1":
+        whole |= {answer.lstrip().removeprefix("<think>").lstrip("\n")}
+    return whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_that_holds_the_end_token_is_not_trained(name):
     end = FAMILIES[name].end
     tokenizer, encoder = tokenizer_for(name), ChatEncoder(tokenizer_for(name))
