@@ -51,7 +51,7 @@ class Finding:
     target: str
     mode: str  # conversations, prompts
     report: Report = field(default_factory=Report)
-    rows_by_code: dict[str, list[int]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # fate (or "also") -> code -> rows
     tokens: int = 0
     predicted: int = 0
     spans: int = 0
@@ -64,9 +64,9 @@ class Finding:
 
     def add(self, number: int, outcome: Outcome) -> None:
         self.report.add(outcome)
-        for code in (outcome.code, *outcome.also):
+        for fate, code in ((outcome.fate, outcome.code), *(("also", code) for code in outcome.also)):
             if code != "ok":
-                self.rows_by_code.setdefault(code, []).append(number)
+                self.numbers.setdefault(fate, {}).setdefault(code, []).append(number)
 
     @property
     def sums(self) -> bool:

@@ -41,7 +41,7 @@ def render(finding, tolerance: float) -> str:
 
 
 def _reason_row(finding, fate: str, code: str, count: int) -> str:
-    which = "" if code == "ok" else escape(which_rows(finding, code, EXAMPLES))
+    which = escape(which_rows(finding, fate, code, EXAMPLES))
     return f"<tr><td class={fate}>{fate}<td><code>{code}</code><td class=n>{count}<td>{escape(REASONS[code])}<td>{which}</tr>"
 
 

@@ -34,17 +34,18 @@ def reason_table(finding, listed: list[str]) -> Table:
     table = Table("outcome", "reason", "rows", "what it means", "which rows", title_justify="left")
     for fate in FATES:
         for code, count in finding.report.by_fate(fate).items():
-            which = "" if code == "ok" else which_rows(finding, code, None if {code, "all"} & set(listed) else EXAMPLES)
+            which = which_rows(finding, fate, code, None if {code, "all"} & set(listed) else EXAMPLES)
             table.add_row(Text(fate, FATE_STYLE[fate]), code, str(count), REASONS[code], which)
     table.add_section()
     table.add_row("sum", "", str(sum(finding.report.outcomes.values())), f"of {finding.report.rows} rows read", "")
     for code, count in sorted(finding.report.also.items()):
-        table.add_row("also", code, str(count), REASONS[code] + " (in rows counted above)", "")
+        which = which_rows(finding, "also", code, None if {code, "all"} & set(listed) else EXAMPLES)
+        table.add_row("also", code, str(count), REASONS[code] + " (in rows counted above)", which)
     return table
 
 
-def which_rows(finding, code: str, most: int | None) -> str:
-    numbers = finding.rows_by_code.get(code, [])
+def which_rows(finding, fate: str, code: str, most: int | None) -> str:
+    numbers = finding.numbers.get(fate, {}).get(code, [])
     shown = ", ".join(map(str, numbers[:most]))
     return shown if most is None or len(numbers) <= most else f"{shown}, ..."
 
@@ -113,7 +114,7 @@ def write_json(finding, path: Path, tolerance: float) -> None:
         "kept": report.kept,
         "outcomes": {fate: report.by_fate(fate) for fate in FATES},
         "also": dict(sorted(report.also.items())),
-        "rows_by_code": finding.rows_by_code,
+        "numbers": finding.numbers,
         "tokens": finding.tokens,
         "predicted": finding.predicted,
         "answers": finding.spans,

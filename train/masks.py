@@ -110,7 +110,7 @@ class ChatEncoder:
         return Encoded(ids, spans)
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []  # length is the caller's matter
 
     def _by_pieces(self, rendered: Rendered, enough: int | None) -> tuple[list[int], list[tuple[int, int]]]:
         ids, spans, done = [], [], 0
@@ -125,7 +125,7 @@ class ChatEncoder:
         return ids + self._ids(rendered.text[done:]), spans
 
     def _at_once(self, rendered: Rendered, notes: list[str]) -> tuple[list[int], list[tuple[int, int] | None]]:
-        encoding = self.tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
+        encoding = self.tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, places = encoding["input_ids"], encoding["offset_mapping"]
         spans = []
         for start, end in rendered.spans:

@@ -74,11 +74,13 @@ def test_a_messy_file_sums_and_lists_its_rows(tmp_path, target, capsys):
     for name, (_, outcome, _) in CASES.items():
         fate, reason = outcome.split()
         number = names.index(name) + 1
-        if told["outcomes"]["dropped"].get("duplicate") and number in told["rows_by_code"]["duplicate"]:
+        if number in told["numbers"]["dropped"]["duplicate"]:
             continue  # several cases hold the same conversation
-        assert reason in told["outcomes"][fate] and (reason == "ok" or number in told["rows_by_code"][reason]), name
+        assert reason in told["outcomes"][fate] and (reason == "ok" or number in told["numbers"][fate][reason]), name
     assert f"of {len(CASES)} rows read" in out
-    assert all(str(number) in out for number in told["rows_by_code"]["role-missing"])
+    assert all(str(number) in out for number in told["numbers"]["dropped"]["role-missing"])
+    for fate, codes in told["outcomes"].items():
+        assert all(reason == "ok" or len(told["numbers"][fate][reason]) == count for reason, count in codes.items())
     assert told["predicted"] > 0 and [row["size"] for row in told["coverage"]][:2] == [300, 320]
 
 
