@@ -90,11 +90,11 @@ class Estimate:
     rate_from: str
 
 
-def estimate(sizes: Sizes, plan: Plan, rows: int, tokens: int, supervised: int, tokens_per_second: float | None = None) -> Estimate:
-    """`tokens` of `rows` conversations, `supervised` of them predicted, each counted once."""
+def estimate(sizes: Sizes, plan: Plan, stored: int, tokens: int, supervised: int, tokens_per_second: float | None = None) -> Estimate:
+    """`tokens` of all conversations, `supervised` of them predicted, features `stored` of those up to each last answer."""
     seconds_of = _seconds(sizes, plan, tokens, supervised, tokens_per_second)
     return Estimate(
-        0 if plan.online else feature_bytes(sizes.hidden, tokens),
+        0 if plan.online else feature_bytes(sizes.hidden, stored),
         plan.keep_checkpoints * checkpoint_bytes(sizes.head, plan.precision),
         memory_bytes(sizes, plan),
         *seconds_of,

@@ -56,6 +56,7 @@ class Finding:
     predicted: int = 0
     spans: int = 0
     longest: int = 0
+    stored: int = 0  # tokens whose features are kept
     coverage: list[dict] = field(default_factory=list)
     previews: list[Preview] = field(default_factory=list)
     estimate: object = None
@@ -97,6 +98,7 @@ def lint_conversations(args, tokenizer, config, plan) -> Finding:
                 continue
             finding.tokens += len(row.chat.ids)
             finding.predicted += row.chat.predicted
+            finding.stored += row.chat.useful_length
             finding.spans += len(row.chat.spans)
             finding.longest = max(finding.longest, len(row.chat.ids))
             counts.add(row.conversation.source, row.chat)
@@ -165,7 +167,7 @@ def _estimate(config, plan, finding: Finding, tokens_per_second: float | None):
         sizes = Sizes.of(config, plan.draft_vocab_size)
     except ValueError as error:
         return None, str(error)
-    return estimate(sizes, plan, finding.report.kept, finding.tokens, finding.predicted, tokens_per_second), ""
+    return estimate(sizes, plan, finding.stored, finding.tokens, finding.predicted, tokens_per_second), ""
 
 
 @contextmanager

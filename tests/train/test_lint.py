@@ -171,9 +171,10 @@ def test_zero_divides_what_it_shards_and_time_follows_tokens():
     assert memory(zero_stage=2)["head and gradients"] == pytest.approx(1.25 * weights, abs=4)
     assert memory(zero_stage=3)["head and gradients"] == pytest.approx(0.5 * weights, abs=4)
     plan = Plan(20, epochs=2, precision="fp32")
-    given = estimate(sizes, plan, 10, 1000, 500, tokens_per_second=50.0)
+    given = estimate(sizes, plan, 900, 1000, 500, tokens_per_second=50.0)
+    assert given.features_disk == 900 * (8 * sizes.hidden + 4)
     assert given.seconds == pytest.approx(1000 * 2 / 50) and given.rate_from == "given with --tokens-per-second"
-    measured = estimate(sizes, plan, 10, 1000, 500)
+    measured = estimate(sizes, plan, 900, 1000, 500)
     assert "GFLOP/s" in measured.rate_from and measured.seconds == pytest.approx(2000 / measured.tokens_per_second)
     assert matrix_rate(torch.float32, 0.05) > 1e8
 
