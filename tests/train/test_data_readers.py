@@ -187,3 +187,8 @@ def test_no_damage_raises_or_hangs(tmp_path, seed):
         return  # a compressed file without a beginning
     assert {row.fault for row in rows if row.fault} <= {"bad-json", "cut-off", "bad-utf8", "damaged-stream"}
     assert [row.number for row in rows] == sorted({row.number for row in rows})
+
+
+def test_a_number_at_the_end_of_the_read_buffer_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.readers.CHUNK", 1)
+    assert [row.value for row in read(tmp_path, b"[12345,\n 678]")] == [12345, 678]
