@@ -1,31 +1,32 @@
-"""Readers for prompt and conversation files. A row that cannot be used is counted with a reason; it never raises.
+"""Rows -> prompts and conversations. A row that cannot be used is counted with a reason (train/reasons.py); it never raises.
 
-Known layouts, recognised row by row in JSONL or in one JSON array:
+Known layouts, recognised row by row:
   {"id", "category", "turns": [str, ...]}              the starter prompts, MT-Bench (`question_id`)
-  {"conversations": [{"from", "value"}, ...]}          ShareGPT
+  {"conversations": [{"from", "value"}, ...]}          ShareGPT (also under `items` or `conversation`)
   {"messages": [{"role", "content"}, ...]}             OpenAI, ultrachat_200k, and what train/regenerate.py writes
   {"data": [user, assistant, user, ...]}               UltraChat (raw)
-  {"prompt": str}                                      one question
-A file that ends in .txt holds one prompt per line.
+  {"prompt": str}, with "response" or "completion"     one question, with or without its answer
+  {"instruction", "input", "output"}                   Alpaca
+  {"input_ids": [int, ...], "loss_mask": [0 or 1]}     tokens already; the mask marks the answers' own tokens
+A `system` field beside the turns is the system message. File formats: train/readers.py.
 """
 
-import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from train.readers import RawRow, read_rows
+from train.reasons import BadRow, Outcome, Report
+
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "claude"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "ipython", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "tool-call"),
 }
+RawTurn = tuple[object, object, dict | None]  # role, content, the turn itself; None when it is no object
+TURN_LISTS = ("conversations", "messages", "conversation", "items")
 
 
 @dataclass
@@ -41,163 +42,232 @@ class Prompt:
 class Conversation:
     """A whole conversation: an optional system message, then user and assistant in turn, ending with the assistant.
 
-    `truncated`: the last answer was cut by a length limit, so its end-of-turn token must not be learned.
+    `truncated`: the last answer was cut by a length limit, so its end-of-turn token must not be learned. A row that came as tokens has no
+    messages but `ids` and `mask` (true on the answers' tokens).
     """
 
     id: str
     messages: list[dict]
     truncated: bool = False
-
-
-@dataclass
-class Report:
-    """What a reader made of a file: rows kept and, per reason, rows refused or shortened."""
-
-    kept: int = 0
-    refused: Counter = field(default_factory=Counter)
-    shortened: Counter = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        parts = [f"{self.kept} rows kept"]
-        parts += [f"{count} refused ({reason})" for reason, count in self.refused.most_common()]
-        parts += [f"{count} shortened ({reason})" for reason, count in self.shortened.most_common()]
-        return ", ".join(parts)
-
-
-class BadRow(ValueError):
-    """Why a row cannot be used."""
+    source: str = "none"
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
 
 
 def read_prompts(path: str | Path, limit: int | None = None, split: str | None = None) -> list[Prompt]:
     """The usable prompts of a file, at most `limit`; with `split`, only rows whose own `split` is that or absent.
 
-    Raises OSError when the file cannot be read.
+    Raises SourceError when the file cannot be read.
     """
     return read_prompts_with_report(path, limit, split)[0]
 
 
 def read_prompts_with_report(path: str | Path, limit: int | None = None, split: str | None = None) -> tuple[list[Prompt], Report]:
-    def convert(row, fallback_id: str, report: Report) -> Prompt:
-        if split and isinstance(row, dict) and row.get("split", split) != split:
-            raise BadRow(f"not in the {split!r} split")
-        return _to_prompt(row, fallback_id)
-
-    return _read(path, limit, convert)
+    return _collect(iter_prompts(path, split), limit)
 
 
 def read_conversations(path: str | Path, limit: int | None = None) -> tuple[list[Conversation], Report]:
     """The usable conversations of a file (for training on the answers they hold)."""
-    return _read(path, limit, _to_conversation)
+    return _collect(iter_conversations(path), limit)
 
 
-def _read(path, limit, convert):
+def iter_prompts(path: str | Path, split: str | None = None) -> Iterator[tuple[RawRow, Prompt | None, Outcome]]:
+    """Every row of a file with the prompt it gives, if any, and its outcome."""
+
+    def convert(row: dict, fallback_id: str) -> tuple[Prompt, Outcome]:
+        if split and row.get("split", split) != split:
+            raise BadRow("other-split")
+        return _to_prompt(row, fallback_id)
+
+    return _convert_rows(path, convert)
+
+
+def iter_conversations(path: str | Path) -> Iterator[tuple[RawRow, Conversation | None, Outcome]]:
+    """Every row of a file with the conversation it gives, if any, and its outcome."""
+    return _convert_rows(path, _to_conversation)
+
+
+def _collect(rows, limit: int | None):
     found, report = [], Report()
-    for number, row in _rows(Path(path)):
-        if limit is not None and len(found) >= limit:
+    for _, item, outcome in rows if limit is None or limit > 0 else ():
+        report.add(outcome)
+        if item is not None:
+            found.append(item)
+        if len(found) == limit:
             break
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            found.append(convert(row, f"row-{number}", report))
-        except BadRow as reason:
-            report.refused[str(reason)] += 1
-    report.kept = len(found)
     return found, report
 
 
-def _rows(path: Path) -> Iterator[tuple[int, object]]:
-    """(row number from 1, parsed row or BadRow); blank lines are skipped."""
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if path.suffix == ".txt":
-        for number, line in enumerate(data.split(b"\n"), 1):
-            if line.strip():
-                yield number, {"prompt": line.decode("utf-8", "replace").strip()}
-        return
-    if data.lstrip()[:1] == b"[":
+def _convert_rows(path, convert):
+    for raw in read_rows(path):
         try:
-            yield from enumerate(json.loads(data), 1)
-            return
-        except ValueError:
-            pass  # not one array: perhaps JSONL whose rows are not objects; each line gets its own reason
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except UnicodeDecodeError:
-            yield number, BadRow("not UTF-8")
-        except ValueError:
-            yield number, BadRow("not JSON")
+            if raw.fault:
+                raise BadRow(raw.fault)
+            if not isinstance(raw.value, dict):
+                raise BadRow("not-an-object")
+            yield raw, *convert(raw.value, f"row-{raw.number}")
+        except BadRow as reason:
+            yield raw, None, Outcome("dropped", reason.code)
 
 
-def _to_prompt(row, fallback_id: str) -> Prompt:
-    if not isinstance(row, dict):
-        raise BadRow("not a JSON object")
-    if isinstance(row.get("turns"), list):
-        turns = [_text(turn) for turn in row["turns"]]
-    elif isinstance(row.get("prompt"), str) and "messages" not in row:
-        turns = [_text(row["prompt"])]
-    else:
-        turns = [text for role, text in _role_turns(row) if role == "user"]
-    if not turns:
-        raise BadRow("no user turn")
-    return Prompt(_row_id(row, fallback_id), str(row.get("category") or row.get("source") or "none"), turns)
+def _to_prompt(row: dict, fallback_id: str) -> tuple[Prompt, Outcome]:
+    turns = Turns(_raw_turns(row), only_questions=True)
+    questions = [turn["content"] for turn in turns.kept if turn["role"] == "user"]
+    if not questions:
+        raise BadRow(turns.fault or "no-question")
+    return Prompt(_row_id(row, fallback_id), _source(row), questions), Outcome.of([turns.fault] if turns.fault else [], turns.repaired)
 
 
-def _to_conversation(row, fallback_id: str, report: Report) -> Conversation:
-    if not isinstance(row, dict):
-        raise BadRow("not a JSON object")
-    turns = list(_role_turns(row))
-    system = [turns.pop(0)] if turns and turns[0][0] == "system" else []
-    if turns and turns[0][0] == "assistant":
-        turns.pop(0)
-        report.shortened["an answer before the first question"] += 1
-    kept = []
-    for index, (role, text) in enumerate(turns):
-        if role != ("user", "assistant")[index % 2]:
-            report.shortened[f"{role} turn out of order"] += 1
-            break
-        kept.append((role, text))
-    complete = len(kept) == len(turns)
-    if len(kept) % 2:
-        kept.pop()
+def _to_conversation(row: dict, fallback_id: str) -> tuple[Conversation, Outcome]:
+    if isinstance(row.get("input_ids"), list):
+        ids, mask = _tokens(row)
+        return Conversation(_row_id(row, fallback_id), [], bool(row.get("truncated")), _source(row), ids, mask), Outcome("kept", "ok")
+    turns = Turns(_raw_turns(row))
+    kept, repaired = turns.kept, turns.repaired
+    system = [kept.pop(0)] if kept and kept[0]["role"] == "system" else []
+    while kept and kept[0]["role"] == "assistant":
+        kept.pop(0)
+        repaired.append("assistant-first")
+    good = next((i for i, turn in enumerate(kept) if turn["role"] != ("user", "assistant")[i % 2]), len(kept))
+    fault = turns.fault
+    if good < len(kept):
+        fault = "system-late" if kept[good]["role"] == "system" else f"consecutive-{kept[good]['role']}"
+    elif good % 2 and not fault:
+        fault = "unanswered-end"
+    kept = kept[: good - good % 2]
     if not kept:
-        raise BadRow("no question followed by an answer")
-    messages = [{"role": role, "content": text} for role, text in system + kept]
-    return Conversation(_row_id(row, fallback_id), messages, bool(row.get("truncated")) and complete)
+        raise BadRow("no-answer" if fault in (None, "unanswered-end") else fault)
+    truncated = bool(row.get("truncated")) and fault is None
+    outcome = Outcome.of([fault] if fault else [], repaired)
+    return Conversation(_row_id(row, fallback_id), system + kept, truncated, _source(row)), outcome
 
 
-def _role_turns(row: dict) -> list[tuple[str, str]]:
-    """(role, text) of every turn; raises BadRow on a turn that has neither."""
-    for name, role_key, text_key in (("conversations", "from", "value"), ("messages", "role", "content")):
+class Turns:
+    """The turns of a row up to the first faulty one: `kept` as {"role", "content"}, the `fault` or None, and what was `repaired`.
+
+    `only_questions`: answers will be written anew, so what they hold does not matter. Raises BadRow for an empty list.
+    """
+
+    def __init__(self, raw_turns: list[RawTurn], only_questions: bool = False):
+        if not raw_turns:
+            raise BadRow("empty-row")
+        self.kept: list[dict] = []
+        self.repaired: list[str] = []
+        self.fault: str | None = None
+        for raw_role, content, turn in raw_turns:
+            try:
+                role = _role(raw_role, turn)
+                if only_questions and role != "user":
+                    continue
+                self._take(role, content, turn)
+            except BadRow as reason:
+                self.fault = reason.code
+                break
+
+    def _take(self, role: str, content, turn: dict) -> None:
+        if role == "system" and isinstance(content, str) and not content.strip():
+            self.repaired.append("empty-system")
+            return
+        kept = {"role": role, "content": self._text(content)}
+        reasoning = turn.get("reasoning_content")
+        if role == "assistant" and isinstance(reasoning, str) and reasoning.strip():
+            kept["reasoning_content"] = _whole_characters(reasoning)
+        self.kept.append(kept)
+
+    def _text(self, value) -> str:
+        if value is None:
+            raise BadRow("text-missing")
+        if isinstance(value, list) and value and all(_is_text_part(part) for part in value):
+            self.repaired.append("content-parts")
+            value = "".join(part if isinstance(part, str) else part["text"] for part in value)
+        if not isinstance(value, str):
+            raise BadRow("not-text")
+        if not value.strip():
+            raise BadRow("empty-turn")
+        return _whole_characters(value)
+
+
+def _is_text_part(part) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def _whole_characters(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise BadRow("lone-surrogate") from None
+    return text
+
+
+def _raw_turns(row: dict) -> list[RawTurn]:
+    """(role, content, turn) as the row has them, not yet checked."""
+    turns = _turns_of_layout(row)
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and not (turns and turns[0][0] == "system"):
+        turns.insert(0, ("system", system, {}))
+    return turns
+
+
+def _turns_of_layout(row: dict) -> list[RawTurn]:
+    for name in TURN_LISTS:
         if isinstance(row.get(name), list):
-            return [_role_turn(turn, role_key, text_key) for turn in row[name]]
+            return [_split_turn(turn) for turn in row[name]]
+    if isinstance(row.get("turns"), list):
+        return [("user", text, {}) for text in row["turns"]]
     if isinstance(row.get("data"), list):
-        return [(("user", "assistant")[index % 2], _text(turn)) for index, turn in enumerate(row["data"])]
-    raise BadRow("none of turns, conversations, messages, data, prompt")
+        return [(("user", "assistant")[index % 2], text, {}) for index, text in enumerate(row["data"])]
+    if isinstance(row.get("instruction"), str):
+        given = row.get("input")
+        question = row["instruction"] + (f"\n\n{given}" if isinstance(given, str) and given.strip() else "")
+        return _question(question, row.get("output"))
+    if isinstance(row.get("prompt"), str):
+        return _question(row["prompt"], row.get("response", row.get("completion")))
+    raise BadRow("formatted-text" if isinstance(row.get("text"), str) else "unknown-layout")
 
 
-def _role_turn(turn, role_key: str, text_key: str) -> tuple[str, str]:
+def _question(question: str, answer) -> list[RawTurn]:
+    return [("user", question, {})] + ([("assistant", answer, {})] if answer is not None else [])
+
+
+def _split_turn(turn) -> RawTurn:
+    """Keys of both conventions are looked at: tables often hold all keys, null where a row has no value."""
     if not isinstance(turn, dict):
-        raise BadRow("a turn is not an object")
-    role = turn.get(role_key, turn.get("role", turn.get("from")))
-    if not isinstance(role, str):
-        raise BadRow("a turn without a role")
-    if role.lower() not in ROLES:
-        raise BadRow(f"role {role.lower()!r} is not user, assistant or system")
-    return ROLES[role.lower()], _text(turn.get(text_key, turn.get("content", turn.get("value"))))
+        return None, turn, None
+    role = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
+    content = next((turn[key] for key in ("content", "value") if turn.get(key) is not None), None)
+    return role, content, turn
 
 
-def _text(value) -> str:
-    if not isinstance(value, str):
-        raise BadRow("a turn whose text is not a string")
-    if not value.strip():
-        raise BadRow("an empty turn")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRow("text with half a surrogate pair") from None
-    return value
+def _role(role, turn: dict | None) -> str:
+    if turn is None:
+        raise BadRow("turn-not-an-object")
+    if role is None:
+        raise BadRow("role-missing")
+    known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+    if known is None:
+        raise BadRow("role-unknown")
+    if known == "tool":
+        raise BadRow("tool-turn")
+    if known == "tool-call" or turn.get("tool_calls") or turn.get("function_call"):
+        raise BadRow("tool-call")
+    return known
+
+
+def _tokens(row: dict) -> tuple[list[int], list[bool]]:
+    ids, mask = row["input_ids"], row.get("loss_mask", row.get("assistant_masks"))
+    if mask is None:
+        raise BadRow("no-answer")
+    well_formed = isinstance(mask, list) and len(mask) == len(ids) and all(value in (0, 1) for value in mask)
+    if not well_formed or not all(type(token) is int and token >= 0 for token in ids):
+        raise BadRow("bad-tokens")
+    if not ids:
+        raise BadRow("empty-row")
+    return ids, [bool(value) for value in mask]
+
+
+def _source(row: dict) -> str:
+    return str(row.get("category") or row.get("source") or "none")
 
 
 def _row_id(row: dict, fallback: str) -> str:

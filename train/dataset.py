@@ -1,29 +1,31 @@
 """What a run trains on: encoded conversations, their features, the held-out rows and the draft vocabulary."""
 
 import hashlib
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from train.data import read_conversations
+from train.corpus import encode_rows
 from train.features import Features, FeatureStore, compute_features, target_fingerprint
-from train.masks import Encoded, MaskError, encode_chat
+from train.masks import ChatEncoder, Encoded
+from train.paths import cache_dir
 from train.progress import progress_bar
+from train.reasons import Report
 from train.recipe import Recipe, RecipeError
 from train.target import FrozenTarget
-from train.vocab import DraftVocab, build_vocab, count_supervised, special_token_ids
+from train.vocab import DraftVocab, SourceCounts, cached_vocab
 
 
 @dataclass
 class Dataset:
-    """Encoded chats for training and for evaluation, with the draft vocabulary of the training part."""
+    """Encoded chats for training and for evaluation, with the draft vocabulary of the training part and its coverage of each source."""
 
     train: list[Encoded]
     held_out: list[Encoded]
     vocab: DraftVocab
     notes: str
+    coverage_by_source: dict[str, float] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -38,28 +40,37 @@ def load_dataset(recipe: Recipe, tokenizer, vocab_size: int) -> Dataset:
     path = recipe.answers.file
     if path is None or not path.exists():
         raise RecipeError(f"`answers.file` is {path}, which does not exist; run train/regenerate.py with this recipe first.")
-    conversations, report = read_conversations(path)
-    dropped: Counter = Counter()
-    train, held_out = [], []
-    for conversation in conversations:
-        try:
-            chat = encode_chat(tokenizer, conversation.messages, conversation.truncated)
-        except MaskError as reason:
-            dropped[str(reason)] += 1
+    encoder, report = ChatEncoder(tokenizer), Report()
+    train, held_out, counts = [], [], SourceCounts(vocab_size)
+    for row in encode_rows(path, encoder, recipe.train.max_length, vocab_size):
+        report.add(row.outcome)
+        if row.chat is None:
             continue
-        if len(chat.ids) > recipe.train.max_length:
-            chat = chat.cut(recipe.train.max_length)
-            dropped["(cut, not dropped) longer than train.max_length"] += 1
-        if chat.predicted < 1:
-            dropped["no answer token within train.max_length"] += 1
-            continue
-        (held_out if _is_held_out(conversation.id, recipe.train.held_out) else train).append(chat)
-    notes = f"{path.name}: {report}" + "".join(f", {count} {reason}" for reason, count in dropped.items())
+        if _is_held_out(row.conversation.id, recipe.train.held_out):
+            held_out.append(row.chat)
+        else:
+            train.append(row.chat)
+            counts.add(row.conversation.source, row.chat)
+    notes = f"{path.name}: {report}"
     if not train:
         raise RecipeError(f"`answers.file` holds no trainable conversation ({notes}).")
-    counts_V = count_supervised(train, vocab_size)
-    vocab = build_vocab(counts_V, min(recipe.head.draft_vocab_size, vocab_size), special_token_ids(tokenizer))
-    return Dataset(train, held_out, vocab, notes)
+    by_source = counts.finish()
+    counts_V = sum(by_source.values())
+    vocab = cached_vocab(cache_dir() / "vocab", train, tokenizer, counts_V, min(recipe.head.draft_vocab_size, vocab_size))
+    coverage = {source: vocab.share_of(counted_V) for source, counted_V in by_source.items()}
+    notes += f"\ndraft vocabulary: {describe_coverage(vocab, coverage)}"
+    return Dataset(train, held_out, vocab, notes, coverage)
+
+
+def describe_coverage(vocab: DraftVocab, by_source: dict[str, float], worst: int = 5) -> str:
+    """Coverage overall and of the worst covered sources."""
+    text = f"{len(vocab.ids_Vd)} tokens cover {vocab.coverage:.2%} of the answers' tokens"
+    if len(by_source) > 1:
+        lowest = sorted(by_source.items(), key=lambda pair: (pair[1], pair[0]))[:worst]
+        text += f" (lowest: {', '.join(f'{source} {share:.2%}' for source, share in lowest)})"
+    if vocab.filled:
+        text += f"; {vocab.filled} of them never occur, the answers have fewer distinct tokens"
+    return text
 
 
 def _is_held_out(row_id: str, share: float) -> bool:
