@@ -22,20 +22,20 @@ def check_files(head: Checkpoint, _target: dict | None, _answers: Answers) -> It
         checkpoint.files.served = checkpoint.files.read = ["model.safetensors"]
         checkpoint.files.ignored, checkpoint.files.missing, checkpoint.files.clashes, checkpoint.files.wrapped = [], [], [], None
 
-    if not files.served:
-        yield Finding(
-            "file-name",
-            "error",
-            f"SGLang finds no weights: {', '.join(files.read)} is not a name it loads",
-            "write model.safetensors",
-            rewrite,
-        )
-    elif files.missing:
+    if files.missing:
         yield Finding(
             "file-index",
             "error",
             f"{INDEX} names {files.missing[0]}, which is not there",
             "drop the index, one file holds the head",
+            rewrite,
+        )
+    elif not files.served:
+        yield Finding(
+            "file-name",
+            "error",
+            f"SGLang finds no weights: {', '.join(files.read)} is not a name it loads",
+            "write model.safetensors",
             rewrite,
         )
     elif files.clashes:
