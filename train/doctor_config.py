@@ -75,7 +75,7 @@ def check_nesting(head: Checkpoint, _target: dict | None, _answers: Answers) -> 
             "lift them to the top",
             flatten,
         )
-    if "target_hidden_size" in config and config["target_hidden_size"] is None:
+    if "target_hidden_size" in head.config and head.config["target_hidden_size"] is None:
         yield Finding(
             "target-hidden-null",
             "error",

@@ -15,7 +15,11 @@ VOCAB, DRAFT, HIDDEN = 96, 40, 32
 def target_json() -> dict:
     """The config.json of the toy target: 8 layers, so the default aux layers are the inputs of 2, 4 and 5."""
     config = toy_config(vocab=VOCAB, hidden=HIDDEN).to_dict()
-    return {name: value for name, value in config.items() if value is not None} | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    return {name: value for name, value in config.items() if value is not None} | {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+    }
 
 
 def draft_ids() -> torch.Tensor:
