@@ -60,17 +60,19 @@ def head_states(trained: int, frozen: int, precision: str, stage: int, processes
     }
 
 
-def saved_activations(shape: Shape, precision: str, queries: float, row_length: float, steps: int) -> float:
-    """What one micro-batch keeps for backward (train/ttt.py): per query row and training-time-test step the inputs of the norms and
-    projections, the attention weights over a row of `row_length` keys (kept in fp32 and in the working type), and the log-probabilities and
-    targets over the draft vocabulary in fp32.
+def saved_activations(shape: Shape, precision: str, rows: float, queries: float, row_length: float, steps: int) -> float:
+    """What one micro-batch of `rows` padded tokens keeps for backward (train/ttt.py).
+
+    Per query row and training-time-test step: inputs of norms and projections, the attention weights over `row_length` keys (in fp32, and
+    once more in bf16), log-probabilities and targets over the draft vocabulary in fp32. Per row once: the features and the layer's input.
     """
     b = width(precision)
-    norms = (34 if b == 2 else 48) * shape.hidden  # a bf16 norm keeps its input in fp32
-    projections = 2 * b * shape.head_dim * (shape.heads + shape.groups) + 4 * b * shape.inner
-    attention = 8 * shape.heads * row_length
+    norms = (30 if b == 2 else 44) * shape.hidden  # a bf16 norm keeps its input in fp32 as well
+    projections = b * shape.head_dim * (3 * shape.heads + 4 * shape.groups + 4) + 4 * b * shape.inner
+    attention = (6 if b == 2 else 4) * shape.heads * row_length
     vocabulary = 8 * shape.draft_vocab
-    return queries * steps * (norms + projections + attention + vocabulary) + queries * 4 * shape.draft_vocab
+    once = rows * 5 * b * shape.hidden + queries * 4 * shape.draft_vocab
+    return queries * steps * (norms + projections + attention + vocabulary) + once
 
 
 def working_activations(shape: Shape, queries: float, row_length: float) -> float:

@@ -98,13 +98,24 @@ class TrainSettings(Strict):
     keep_checkpoints: int = Field(2, ge=1)
 
 
+class PlanSettings(Strict):
+    """What `--dry-run` assumes as long as there are no answers to count. It does not touch training."""
+
+    rows: int = Field(ge=2)
+    row_tokens: int = Field(ge=8)  # prompt and answer together, on average
+    answer_share: float = Field(1.0, gt=0, le=1)  # of the tokens, those that are answers
+    tokens_per_second: float | None = Field(None, gt=0)  # of all processes together, measured; without it no time is estimated
+
+
 class Recipe(Strict):
     target: Place
+    target_facts: Place | None = None  # config.json or a file of recipes/targets/, for --dry-run without the target
     output_dir: Place
     answers: AnswerSettings
     features: FeatureSettings
     head: HeadSettings
     train: TrainSettings
+    plan: PlanSettings | None = None
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

@@ -68,13 +68,6 @@ def train(recipe: Recipe, restart_on_change: bool = False) -> Path:
     return run.head
 
 
-def dry_run(recipe: Recipe) -> None:
-    """Print what a run would do."""
-    config = AutoConfig.from_pretrained(recipe.target)
-    data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), config.vocab_size)
-    print(f"{data.notes}\n{_describe(recipe, data, 1)}")
-
-
 def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
     """Linear warm-up, then cosine to `min_lr_ratio`; `step` counts from 0."""
     warmup = max(1, round(settings.warmup_ratio * total))
