@@ -13,6 +13,7 @@ from train import memory
 from train.batches import plan_epoch
 from train.decoder import FAMILIES
 from train.facts import count_parameters, target_config
+from train.foreign_start import foreign_start
 from train.head import HeadConfig, default_aux_layers
 from train.memory import Memory, Shape
 from train.recipe import Recipe, RecipeError
@@ -53,7 +54,9 @@ class Plan:
 def dry_run(recipe: Recipe, facts: Path | None = None, worlds: tuple[int, ...] = WORLDS) -> None:
     """Print the plan of a recipe. Raises RecipeError naming the field when a run could not even begin."""
     config, origin = target_config(recipe, facts)
+    recipe, start = foreign_start(recipe, config)
     head = check(recipe, config)
+    head = start.config if start else head
     rows, notes = find_rows(recipe, config)
     plan = make_plan(recipe, config, head, rows, worlds)
     print(describe(recipe, plan, config, head, f"{config.model_type}, {config.num_hidden_layers} layers, from {origin}"))

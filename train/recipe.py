@@ -65,6 +65,7 @@ class FeatureSettings(Strict):
 class HeadSettings(Strict):
     draft_vocab_size: int = Field(ge=1)
     aux_layers: tuple[int, int, int] | None = None  # 0-based layers whose inputs are the features; default 2, L//2, L-3
+    start_from: Place | None = None  # go on from this EAGLE-3 head (any layout of train/doctor.py), with its draft vocabulary
     warm_start: bool = True  # begin from the target's last layer, norm and lm_head rows instead of random weights
     train_lm_head: bool = True  # false: keep the target's lm_head rows as they are; cheaper, and as good in a short run
 
