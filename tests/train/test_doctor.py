@@ -226,6 +226,12 @@ def test_a_size_that_no_tensor_tells_comes_from_the_target_or_not_at_all(head):
     assert alone["head-dim"].repair is None and "num_attention_heads is missing" in alone["size-missing"].problem
 
 
+def test_a_bias_that_is_there_may_stay(head):
+    edit(head, attention_bias=True)
+    edit_weights(head, lambda s: s | {"midlayer.self_attn.o_proj.bias": torch.zeros(HIDDEN).bfloat16()})
+    assert found(head) == {}
+
+
 def test_suspicions_without_a_repair(head):
     edit_weights(head, lambda s: s | {"d2t": torch.zeros_like(s["d2t"]), "t2d": torch.arange(VOCAB) < DRAFT})
     assert found(head)["d2t-identity"].severity == "warning"
