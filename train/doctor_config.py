@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from talon_sglang.draft_head import ARCHITECTURE
 from train.findings import Answers, Finding, drop_fields, set_eagle, set_field, settle
-from train.head import default_aux_layers
-from train.layouts import INDEX, Checkpoint, effective_rope, flatten_speculators, rope_spellings
+from train.layouts import INDEX, Checkpoint, default_aux_layers, effective_rope, flatten_speculators, rope_spellings
 
 EAGLE3_NAMES = ("Eagle3", "EAGLE3")
 

@@ -187,6 +187,11 @@ def flatten_speculators(config: dict) -> dict:
     return flat
 
 
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's low, middle and high layer: the states entering layers 2, L//2 and L-3 (SafeAILab traineagle3; SGLang's default)."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def effective_rope(config: dict) -> dict:
     """The rotary settings as SGLang ends up with them (transformers 5.19): `rope_scaling` if set, else `rope_parameters`; a missing
     `rope_theta` inside comes from the top level.

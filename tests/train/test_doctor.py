@@ -264,6 +264,7 @@ def test_an_unreadable_folder_is_one_sentence(head, damage, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command(head, target, repo_root, tmp_path):
     edit(head, tie_word_embeddings=True, architectures=["Eagle3LlamaForCausalLM"])
 

@@ -36,6 +36,7 @@ def test_a_large_recipe_passes_from_its_facts_alone(name, repo_root):
     assert plan.cache_disk == plan.tokens * (8 * config.hidden_size + 4)
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_deepspeed_and_no_network(repo_root, tmp_path):
     """One process runs all five; importing deepspeed would raise."""
     code = (
@@ -174,6 +175,7 @@ def test_facts_must_agree_with_the_target_that_is_there(offline, tmp_path):
         target_config(recipe)
 
 
+@pytest.mark.slow
 def test_answers_that_are_there_are_counted(offline, target_dir, tmp_path, capsys):
     rows = [
         {"id": f"r{i}", "messages": [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "one two " * (i + 2)}]}
