@@ -56,6 +56,8 @@ def expected_tensors(config: dict, target_config: dict) -> dict[str, tuple[int, 
         }
         if i == 0:
             shapes[layer + "input_layernorm.weight"] = (hidden,)
+        if config.get("attention_bias") or config.get("bias"):  # of SGLang's attention only o_proj has one here
+            shapes[layer + "self_attn.o_proj.bias"] = (hidden,)
     draft_vocab = config["draft_vocab_size"]
     if draft_vocab is not None:  # null: SGLang shares the target's lm_head
         shapes["lm_head.weight"] = (draft_vocab, hidden)

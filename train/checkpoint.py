@@ -36,8 +36,10 @@ class RunFolder:
         mine = {**_flat(recipe), "data": data, "processes": self.world.size}
         path = self.folder / "run.json"
         theirs = json.loads(path.read_text()) if path.exists() else None
-        if theirs is not None and theirs != mine:
-            changed = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))[0]
+        # A field that a run of an older version did not have counts as unset.
+        changes = sorted(name for name in {*mine, *(theirs or mine)} if mine.get(name) != (theirs or mine).get(name))
+        if changes:
+            changed = changes[0]
             if not restart_on_change:
                 raise RecipeError(
                     f"`output_dir` holds a run whose {changed} was {theirs.get(changed)!r}, now {mine.get(changed)!r}; "

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Stage 4: a finished run -> a folder that SGLang 0.5.23 loads as a draft model.
 
-SGLang drops unknown tensors and leaves missing ones random without a word, so the result is checked against the target before it gets its
-name; nothing is written when the check fails.
+SGLang drops unknown tensors and leaves missing ones random without a word, so the result passes the checks of the server's start and of
+train/doctor.py before it gets its name; nothing is written when one fails. A head of another maker goes through `train/doctor.py --fix`.
 """
 
 import argparse
@@ -23,11 +23,13 @@ class ExportError(RuntimeError):
 
 
 def export(run: Path, out: Path, target: Path | None = None) -> Path:
-    """Write the head of `run` to `out` in bf16 -> `out`. An earlier export there is replaced.
+    """Write the head of `run` to `out` in bf16 (float16 for a float16 target) -> `out`. An earlier export there is replaced.
 
-    Raises ExportError when the run is not finished, DraftHeadError when the result would not fit the target.
+    Raises ExportError when the run is not finished or its weights are not finite, DraftHeadError when the result would not fit the target.
     """
     from talon_sglang.draft_head import check_draft_head
+    from train.doctor import examine, read_target
+    from train.layouts import read_checkpoint
 
     head = run / "head"
     if not (head / "model.safetensors").exists():
@@ -41,10 +43,16 @@ def export(run: Path, out: Path, target: Path | None = None) -> Path:
     work.mkdir()
     try:
         state = load_file(head / "model.safetensors")
-        state = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        theirs = read_target(str(target))
+        kind = "float16" if (theirs.get("dtype") or theirs.get("torch_dtype")) == "float16" else "bfloat16"
+        state = {name: tensor.to(getattr(torch, kind)) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
         save_file(state, work / "model.safetensors", metadata={"format": "pt"})
-        shutil.copy(head / "config.json", work / "config.json")
+        config = json.loads((head / "config.json").read_text()) | {"torch_dtype": kind}
+        (work / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         check_draft_head(work, target)
+        for finding in examine(read_checkpoint(work), theirs)[0]:
+            if finding.severity == "error":
+                raise ExportError(f"{run}: {finding.problem}; {finding.fix}.")
         shutil.rmtree(out, ignore_errors=True)
         os.replace(work, out)
     finally:
@@ -56,11 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  python train/export.py --run .cache/quick/run --out .cache/quick/head\n"
+        epilog="examples:\n  python train/export.py --to sglang --run .cache/quick/run --out .cache/quick/head\n"
         "  python -m sglang.launch_server ... --speculative-algorithm TALON --speculative-draft-model-path .cache/quick/head",
     )
     parser.add_argument("--run", type=Path, required=True, help="the recipe's output_dir")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--to", choices=("sglang",), default="sglang", help="whose layout to write")
     parser.add_argument("--target", type=Path, help="folder of the target model (default: the one it was trained on)")
     args = parser.parse_args()
     try:

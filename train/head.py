@@ -19,7 +19,8 @@ from torch.nn import functional as fn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+from talon_sglang.draft_head import ARCHITECTURE
+from train.layouts import default_aux_layers
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,6 @@ class HeadConfig:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters=dict(self.rope_parameters),
         )
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high layer: the states entering layers 2, L//2 and L-3 (SafeAILab traineagle3; SGLang's default)."""
-    return (2, num_layers // 2, num_layers - 3)
 
 
 class RMSNorm(nn.Module):

@@ -65,6 +65,7 @@ class FeatureSettings(Strict):
 class HeadSettings(Strict):
     draft_vocab_size: int = Field(ge=1)
     aux_layers: tuple[int, int, int] | None = None  # 0-based layers whose inputs are the features; default 2, L//2, L-3
+    start_from: Place | None = None  # go on from this EAGLE-3 head (any layout of train/doctor.py), with its draft vocabulary
     warm_start: bool = True  # begin from the target's last layer, norm and lm_head rows instead of random weights
     train_lm_head: bool = True  # false: keep the target's lm_head rows as they are; cheaper, and as good in a short run
 
@@ -98,13 +99,24 @@ class TrainSettings(Strict):
     keep_checkpoints: int = Field(2, ge=1)
 
 
+class PlanSettings(Strict):
+    """What `--dry-run` assumes as long as there are no answers to count. It does not touch training."""
+
+    rows: int = Field(ge=2)
+    row_tokens: int = Field(ge=8)  # prompt and answer together, on average
+    answer_share: float = Field(1.0, gt=0, le=1)  # of the tokens, those that are answers
+    tokens_per_second: float | None = Field(None, gt=0)  # of all processes together, measured; without it no time is estimated
+
+
 class Recipe(Strict):
     target: Place
+    target_facts: Place | None = None  # config.json or a file of recipes/targets/, for --dry-run without the target
     output_dir: Place
     answers: AnswerSettings
     features: FeatureSettings
     head: HeadSettings
     train: TrainSettings
+    plan: PlanSettings | None = None
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

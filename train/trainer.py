@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from train.batches import BatchLoader, Plan, plan_epoch
 from train.checkpoint import RunFolder, save_final_head
 from train.dataset import Dataset, FeatureSource, load_dataset
+from train.foreign_start import ForeignStart, foreign_start
 from train.head import Eagle3Head, HeadConfig
 from train.recipe import Recipe, TrainSettings
 from train.report import Reporter
@@ -53,26 +54,22 @@ def train(recipe: Recipe, restart_on_change: bool = False) -> Path:
     """
     world = join_world()
     config = AutoConfig.from_pretrained(recipe.target)
+    recipe, start = foreign_start(recipe, config)
     data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), config.vocab_size)
+    if start:
+        data.vocab = start.vocabulary(data.train)
     run = RunFolder(recipe.output_dir, world)
     run.claim(recipe, data.fingerprint(), restart_on_change)
     if run.finished:
         if world.first:
             print(f"{run.head} is up to date", flush=True)
         return run.head
-    job = _set_up(recipe, world, data)
+    job = _set_up(recipe, world, data, start)
     if world.first:
         print(f"{data.notes}\n{_describe(recipe, data, world.size)}", flush=True)
     _loop(job, run)
     save_final_head(job.engine, recipe, data.vocab, run, world)
     return run.head
-
-
-def dry_run(recipe: Recipe) -> None:
-    """Print what a run would do."""
-    config = AutoConfig.from_pretrained(recipe.target)
-    data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), config.vocab_size)
-    print(f"{data.notes}\n{_describe(recipe, data, 1)}")
 
 
 def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
@@ -100,7 +97,7 @@ def deepspeed_config(settings: TrainSettings, world_size: int) -> dict:
     }
 
 
-def _set_up(recipe: Recipe, world: World, data: Dataset) -> Job:
+def _set_up(recipe: Recipe, world: World, data: Dataset, start: ForeignStart | None) -> Job:
     settings, dtype = recipe.train, DTYPES[recipe.train.precision]
     target = FrozenTarget.load(recipe.target, dtype, world.device, recipe.head.aux_layers)
     source = FeatureSource(target, recipe.features.folder if recipe.features.mode == "cache" else None)
@@ -109,11 +106,7 @@ def _set_up(recipe: Recipe, world: World, data: Dataset) -> Job:
     if source.store:
         source.store.refresh()
     torch.manual_seed(settings.seed)
-    head = Eagle3Head(HeadConfig.from_target(target.config, len(data.vocab.ids_Vd), target.aux_layers))
-    if recipe.head.warm_start:
-        warm_start(head, target, data.vocab.ids_Vd)
-    else:
-        random_start(head)
+    head = start.head() if start else _new_head(recipe, target, data)
     head.lm_head.requires_grad_(recipe.head.train_lm_head)
     draft_target = DraftTarget(
         embedding_VH=target.embedding.weight,
@@ -130,6 +123,15 @@ def _set_up(recipe: Recipe, world: World, data: Dataset) -> Job:
     )
     loaders = [BatchLoader(chats, source.get, settings.ttt_steps) for chats in (data.train, data.held_out)]
     return Job(recipe, world, engine, *loaders, draft_target, world.size * settings.gradient_accumulation, dtype)
+
+
+def _new_head(recipe: Recipe, target: FrozenTarget, data: Dataset) -> Eagle3Head:
+    head = Eagle3Head(HeadConfig.from_target(target.config, len(data.vocab.ids_Vd), target.aux_layers))
+    if recipe.head.warm_start:
+        warm_start(head, target, data.vocab.ids_Vd)
+    else:
+        random_start(head)
+    return head
 
 
 def _loop(job: Job, run: RunFolder) -> None:

@@ -27,7 +27,7 @@ class TritonDraftWorker(TalonDraftWorker):
         self.tree_mask_mode = TreeMaskMode.FULL_MASK  # what the Triton backend reads; SGLang's default on a CPU is another one
         self._rounds: dict[int, tuple[StaticRound, DraftLoop]] = {}
 
-    def draft(self, batch):
+    def grow_trees(self, batch):
         state, n = batch.spec_info, self.tree_config.node_budget
         self._state = state
         self._forward_batch, _, _ = prepare_for_draft(state, self.req_to_token_pool, batch, None, self.draft_runner, topk=1, num_steps=n)
