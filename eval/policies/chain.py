@@ -11,7 +11,7 @@ class Chain:
     def __init__(self, steps: int):
         if steps < 1:
             raise ValueError(f"steps is {steps}: it must be at least 1")
-        self.steps, self.name = steps, f"chain {steps}"
+        self.steps, self.name = steps, f"chain:{steps}"
 
     def draft(self, rounds: DraftRounds) -> list[Draft]:
         all_B = torch.arange(rounds.batch)

@@ -23,7 +23,7 @@ class Eagle:
             most = 1 + width + width * width * (steps - 1)
             raise ValueError(f"K={width}, steps={steps}, N={nodes}: K and steps must be at least 1 and N in 2 .. {most}")
         self.width, self.steps, self.nodes, self.approximate = width, steps, nodes, approximate
-        self.name = f"{'SGLang EAGLE3' if approximate else 'EAGLE3'} K={width} D={steps} N={nodes}"
+        self.name = f"{'sglang-eagle3' if approximate else 'eagle3'}:{width},{steps},{nodes}"
 
     def draft(self, rounds: DraftRounds) -> list[Draft]:
         batch = rounds.batch
