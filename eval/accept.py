@@ -45,9 +45,9 @@ A rerun with the same --out continues, and measures policies that were not asked
 DEFAULT_POLICIES = ("chain:4", "eagle3:4,4,16", "sglang-eagle3:4,4,16", "opt-tree:16", "talon:16,4", "talon:16,4,0")
 CHUNK_TOKENS = 12288  # (padded) tokens whose keys and values are held at a time: about half a GiB for a 135M target in float32
 NOTE = (
-    "accept: tokens per target forward, as SGLang counts it (bonus and first token included), ± standard error over prompts. drafts: draft "
-    "forwards a round, the extend forward included. budget: accepted share of the drafted nodes. at 1, 2, ..: rounds that accept at that "
-    "depth, of those that came there."
+    "accept: tokens per target forward, as SGLang counts it (bonus and first token included), and its standard error over prompts. drafts: "
+    "draft forwards a round, the extend forward included. nodes, depth: of a tree, on average. budget: accepted share of the drafted nodes. "
+    "@1, @2, @3: rounds that accept at that depth, of those that came there."
 )
 
 
@@ -74,9 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ResultsError, DraftHeadError, ValueError, OSError) as error:
         failure = str(error)
     else:
-        print_acceptance(
-            results.summary(), f"{args.target.name}, head {args.head.name}, T={args.temperature:g}, {args.max_new_tokens} new tokens"
-        )
+        settings = f"T={args.temperature:g}, {args.max_new_tokens} new tokens, {args.dtype}"
+        print_acceptance(results.summary(), f"{args.target.name}, head {args.head.name}, {settings}")
         console.print(f"Results: {args.out}")
     if failure:
         console.print(failure, style="bold red", markup=False, highlight=False, soft_wrap=True)
@@ -145,7 +144,7 @@ def tallies(models: Models, run: TargetRun, committed: Committed | None, policy:
         if run.temperature > 0:
             chances = run.node_probabilities(slot, [(one.start, one.draft.tree) for one in rounds])
             for one, probabilities in zip(rounds, chances):
-                found[slot].add(one, probabilities, run.max_new_tokens - 1 - one.start, models.end_ids)
+                found[slot].add(one, probabilities, run.limit - 1 - one.start, models.end_ids)
         else:
             for one in rounds:
                 limit = len(run.texts[slot].answer) - 1 - one.start
@@ -230,7 +229,7 @@ def print_acceptance(summary: dict[str, dict[str, dict]], title: str) -> None:
     """One row per policy over all prompts, then the accept length by prompt set."""
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for name in ("rounds", "accept", "drafts", "nodes", "depth", "budget", "at 1", "at 2", "at 3", "at 4"):
+    for name in ("accept", "±", "drafts", "nodes", "depth", "budget", "@1", "@2", "@3"):
         table.add_column(name, justify="right", no_wrap=True)
     for policy, by_set in summary.items():
         table.add_row(policy, *cells(by_set["all"]))
@@ -250,16 +249,16 @@ def print_acceptance(summary: dict[str, dict[str, dict]], title: str) -> None:
 def cells(figure: dict) -> list[str]:
     error, budget = figure["standard_error"], figure["budget_accepted"]
     depth = sum(int(at) * share for at, share in figure["depths"].items())
-    accepted = [f"{share:.2f}" for share in figure["accepted_at"][:4]]
+    accepted = [f"{share:.2f}" for share in figure["accepted_at"][:3]]
     return [
-        f"{figure['rounds']}",
-        f"{figure['accept_length']:.3f}" + (f" ± {error:.3f}" if error is not None else ""),
+        f"{figure['accept_length']:.3f}",
+        "" if error is None else f"{error:.3f}",
         f"{figure['draft_forwards']:.2f}",
         f"{sum(share * nodes for share, nodes in zip(shares_deeper(figure['depths']), figure['width_at'])):.1f}",
         f"{depth:.2f}",
         "" if budget is None else f"{budget:.0%}",
         *accepted,
-        *[""] * (4 - len(accepted)),
+        *[""] * (3 - len(accepted)),
     ]
 
 
@@ -274,9 +273,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="target model folder (Hugging Face layout, Llama family)")
     parser.add_argument("--head", type=Path, required=True, help="EAGLE-3 head folder (SGLang layout)")
     parser.add_argument("--prompts", type=Path, required=True, help="prompt file, or a folder with one file per prompt set")
-    parser.add_argument(
-        "--policy", type=as_argument(parse_policy), action="append", metavar="NAME:ARGS", help=f"default: {' '.join(DEFAULT_POLICIES)}"
-    )
+    policies = f"default: {' '.join(DEFAULT_POLICIES)}"
+    parser.add_argument("--policy", type=as_argument(parse_policy), action="append", metavar="NAME:ARGS", help=policies)
     parser.add_argument("--limit", type=positive, help="prompts per set (default: all)")
     parser.add_argument("--max-new-tokens", type=positive, default=64)
     parser.add_argument("--temperature", type=as_argument(temperature), default=0.0, help="of the target; the draft has none (default: 0)")

@@ -39,11 +39,10 @@ class Text:
 class TargetRun(SlotDecoder):
     """The target over a few prompts at once, with its answers at a temperature (0: greedy)."""
 
-    def __init__(
-        self, target: FrozenTarget, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, end_ids: Collection[int]
-    ):
-        super().__init__(target.model, len(prompts), max(map(len, prompts)) + max_new_tokens, target.aux_layers, target.lm_head_VH.dtype)
-        self.prompts, self.max_new_tokens, self.temperature, self.end_ids = list(prompts), max_new_tokens, temperature, set(end_ids)
+    def __init__(self, target: FrozenTarget, prompts: Sequence[list[int]], limit: int, temperature: float, end_ids: Collection[int]):
+        """`limit`: answer tokens at most. Raises ValueError for a target family that SlotDecoder does not know."""
+        super().__init__(target.model, len(prompts), max(map(len, prompts)) + limit, target.aux_layers, target.lm_head_VH.dtype)
+        self.prompts, self.limit, self.temperature, self.end_ids = list(prompts), limit, temperature, set(end_ids)
 
     @torch.inference_mode()
     def answer(self, seeds: Sequence[str]) -> list[Text]:
@@ -58,7 +57,7 @@ class TargetRun(SlotDecoder):
                 token = draw(logits_SV[slot], self.temperature, draws[slot].random())
                 answers[slot].append(token)
                 tokens_S[slot] = token
-                if token in self.end_ids or len(answers[slot]) == self.max_new_tokens:
+                if token in self.end_ids or len(answers[slot]) == self.limit:
                     going.discard(slot)
             if going:
                 logits_SV = self.step(tokens_S)

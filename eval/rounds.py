@@ -4,10 +4,10 @@ A round starts at a root, the answer's token `start`. It *emits* tokens: one for
 answer, the root included: the token after the last accepted node is the target's own (the bonus). The next round starts at the last emitted
 token. Emission stops at the token limit.
 
-At temperature 0 the visited nodes are known. Above it, the tree being a function of the prefix alone, a node is visited with the probability
-of its path under the target, so the expected number of emitted tokens is the sum of these probabilities over the nodes: the same mean as the
-sampled outcome, without its noise. That rounds start where the *sampled* one ended, and that their number is random, does not bias the sum
-over an answer (outcome minus expectation is a martingale; the last round is a stopping time).
+At temperature 0 the visited nodes are known. Above it, the tree being a function of the prefix alone, a node is visited with the
+probability of its path under the target, so the expected number of emitted tokens is the sum of these probabilities over the nodes: the
+same mean as the sampled outcome, without its noise. That rounds start where the *sampled* one ended, and that their number is random, does
+not bias the sum over an answer (outcome minus expectation is a martingale; the last round is a stopping time).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Tally:
     """Sums over the rounds of one prompt under one policy.
 
     emitted: tokens, expected (equal to `sampled` at temperature 0); sampled: tokens of the sampled outcomes; forwards: draft forwards, the
-    draft extend included; drafted, accepted: tree nodes without roots; offered[d-1]: rounds that came to depth d-1 and had nodes one deeper;
-    reached[d-1]: rounds that came to depth d; depths: rounds by tree depth; widths: layers by number of nodes; width_at[d-1]: nodes at
-    depth d; degraded: rounds whose draft failed.
+    draft extend included; drafted, accepted: tree nodes without roots; offered[d-1]: rounds that came to depth d-1 and had nodes one
+    deeper; reached[d-1]: rounds that came to depth d; depths: rounds by tree depth; widths: layers by number of nodes; width_at[d-1]:
+    nodes at depth d; degraded: rounds whose draft failed.
     """
 
     rounds: int = 0
@@ -114,8 +114,8 @@ class Tally:
 class Acceptance:
     """What a table shows of one policy over some prompts.
 
-    accept_length: tokens per target forward as SGLang counts them (the first token, which prefill gives, included); standard_error: of that,
-    over prompts; sampled_accept_length: from the sampled outcomes alone; emitted: tokens a round emits (the first token not included).
+    accept_length: tokens per target forward as SGLang counts them (the first token, which prefill gives, included); standard_error: of
+    that, over prompts; sampled_accept_length: from the sampled outcomes alone; emitted: tokens a round emits (without the first token).
     """
 
     prompts: int

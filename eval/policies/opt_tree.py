@@ -22,7 +22,7 @@ class OptTree:
         if nodes < 2 or max_depth < 1 or threshold < 0:
             raise ValueError(f"N={nodes}, threshold={threshold}, depth={max_depth}: want N >= 2, threshold >= 0 and depth >= 1")
         self.nodes, self.threshold, self.max_depth = nodes, threshold, max_depth
-        self.name = f"OPT-Tree N={nodes} t={threshold:g} D={max_depth}"
+        self.name = f"opt-tree:{nodes},{threshold:g},{max_depth}"
 
     def draft(self, rounds: DraftRounds) -> list[Draft]:
         score_Bn, token_Bn = best_children(rounds.root_log_probs(), self.nodes - 1)
@@ -41,10 +41,9 @@ class OptTree:
             score_Bn, index_Bn = scores.topk(count, dim=1)
             token_Bn = child_Ln.view(len(keep), -1).gather(1, index_Bn)
             parent_Bn = slot_Bn.gather(1, index_Bn // child_Ln.shape[1])
-            for b, ids, parents, layer in zip(
-                going_B.tolist(), rounds.draft_ids_V[token_Bn].tolist(), parent_Bn.tolist(), score_Bn.tolist()
-            ):
-                found[b].add(ids, [slot - 1 for slot in parents], layer)
+            layers = zip(going_B.tolist(), rounds.draft_ids_V[token_Bn].tolist(), (parent_Bn - 1).tolist(), score_Bn.tolist())
+            for b, ids, parents, layer in layers:
+                found[b].add(ids, parents, layer)
         return [Draft(ranked_tree(c.ids, c.parents, c.depths, c.scores, self.nodes), c.depths[-1]) for c in found]
 
 

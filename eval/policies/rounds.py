@@ -44,9 +44,7 @@ class Committed:
         for tokens, features_TF, first_root in zip(ids, features, first):
             count = len(features_TF)
             if not 1 <= first_root <= count < len(tokens):
-                raise ValueError(
-                    f"{count} features, {len(tokens)} tokens and first root {first_root}: want first root <= features < tokens."
-                )
+                raise ValueError(f"{count} features, {len(tokens)} tokens, first root {first_root}: want first root <= features < tokens.")
             rows.append(self._rows(head, embedding_VH[tokens[1 : count + 1]], features_TF, first_root - 1))
         longest = max(keys.shape[1] for keys, _, _ in rows)
         self.keys_PGTd = torch.stack([fn.pad(keys, (0, 0, 0, longest - keys.shape[1])) for keys, _, _ in rows])
@@ -168,7 +166,6 @@ def ranked_tree(tokens: list[int], parents: list[int], depths: list[int], log_pr
 
 def best_children(log_probs_LV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best draft tokens of each lane (log-probabilities in float64, draft ids), best first; a failed lane (NaN) gives -inf."""
-    values, tokens = log_probs_LV.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).topk(
-        min(k, log_probs_LV.shape[1]), dim=1
-    )
+    finite_LV = log_probs_LV.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    values, tokens = finite_LV.topk(min(k, log_probs_LV.shape[1]), dim=1)
     return values.double(), tokens

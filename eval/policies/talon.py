@@ -13,7 +13,7 @@ class Talon:
     def __init__(self, nodes: int, width: int, cap: int = DEFAULT_DEPTH_CAP, gate: float = TreeConfig.gate):
         """nodes N with the root, width K, cap in layers (0: none), gate mu. Raises ValueError (from TreeConfig) naming the field."""
         self.config = TreeConfig(nodes, width, gate, cap)
-        self.name = f"TALON N={nodes} K={width} cap={cap or 'none'} mu={gate:g}"
+        self.name = f"talon:{nodes},{width},{cap},{gate:g}"
 
     def draft(self, rounds: DraftRounds) -> list[Draft]:
         trees = TreeBatch(rounds.batch, self.config)
