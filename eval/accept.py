@@ -46,8 +46,8 @@ DEFAULT_POLICIES = ("chain:4", "eagle3:4,4,16", "sglang-eagle3:4,4,16", "opt-tre
 CHUNK_TOKENS = 12288  # (padded) tokens whose keys and values are held at a time: about half a GiB for a 135M target in float32
 NOTE = (
     "accept: tokens per target forward, as SGLang counts it (bonus and first token included), and its standard error over prompts. drafts: "
-    "draft forwards a round, the extend forward included. nodes, depth: of a tree, on average. budget: accepted share of the drafted nodes. "
-    "@1, @2, @3: rounds that accept at that depth, of those that came there."
+    "draft forwards a round, the extend forward included. nodes, depth: of a tree, on average. budget: accepted share of the drafted "
+    "nodes. @1, @2, @3: rounds that accept at that depth, of those that came there."
 )
 
 

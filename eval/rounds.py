@@ -115,7 +115,7 @@ class Acceptance:
     """What a table shows of one policy over some prompts.
 
     accept_length: tokens per target forward as SGLang counts them (the first token, which prefill gives, included); standard_error: of
-    that, over prompts; sampled_accept_length: from the sampled outcomes alone; emitted: tokens a round emits (without the first token).
+    that, over prompts; sampled_*: the same from the sampled outcomes alone; emitted: tokens a round emits (without the first token).
     """
 
     prompts: int
@@ -123,6 +123,7 @@ class Acceptance:
     accept_length: float
     standard_error: float | None
     sampled_accept_length: float
+    sampled_standard_error: float | None
     emitted: float
     draft_forwards: float
     budget_accepted: float | None
@@ -143,13 +144,14 @@ def acceptance(tallies: Iterable[Tally]) -> Acceptance:
     deepest = max(len(tally.reached) for tally in found)
     offered, reached, width_at = (_columns(found, name, deepest) for name in ("offered", "reached", "width_at"))
     deep_enough = [sum(count for depth, count in depths.items() if depth > at) for at in range(deepest)]
-    lengths = [1 + tally.emitted for tally in found]
+    lengths, counts, sampled = ([1 + t.emitted for t in found], [t.rounds for t in found], [1 + t.sampled for t in found])
     return Acceptance(
         prompts=len(found),
         rounds=rounds,
         accept_length=sum(lengths) / rounds,
-        standard_error=ratio_error(lengths, [tally.rounds for tally in found]),
-        sampled_accept_length=sum(1 + tally.sampled for tally in found) / rounds,
+        standard_error=ratio_error(lengths, counts),
+        sampled_accept_length=sum(sampled) / rounds,
+        sampled_standard_error=ratio_error(sampled, counts),
         emitted=sum(tally.emitted for tally in found) / rounds,
         draft_forwards=sum(tally.forwards for tally in found) / rounds,
         budget_accepted=sum(tally.accepted for tally in found) / drafted if drafted else None,

@@ -1,6 +1,7 @@
 """Ways to draft a tree, one small class each, on one batched draft forward (`eval/policies/rounds.py`).
 
-A policy is anything with a `name` (its spelling, all settings written out) and `draft(rounds) -> list[Draft]`. `parse_policy` reads the command line's spelling:
+A policy is anything with a `name` (its spelling, all settings written out) and `draft(rounds) -> list[Draft]`. `parse_policy` reads the
+command line's spelling:
 
     chain:STEPS                       EAGLE3 with topk 1
     eagle3:K,STEPS,N                  EAGLE-2/3's tree, reranked, every node attending to its true ancestors
