@@ -2,7 +2,7 @@
 
 One decoder holds the keys and values of a few sequences (prompt and answer); everything is read off that one teacher-forced state.
 
-Suffixes: S slots, T positions, X kept width (three features and the final hidden state), L tree nodes forwarded together, V vocabulary,
+Suffixes: S slots, T positions, K kept states a position (X = K * H), L tree nodes forwarded together, V vocabulary,
 A heads, G key/value heads, d head size.
 """
 
@@ -41,7 +41,9 @@ class TargetRun(SlotDecoder):
 
     def __init__(self, target: FrozenTarget, prompts: Sequence[list[int]], limit: int, temperature: float, end_ids: Collection[int]):
         """`limit`: answer tokens at most. Raises ValueError for a target family that SlotDecoder does not know."""
-        super().__init__(target.model, len(prompts), max(map(len, prompts)) + limit, target.aux_layers, target.lm_head_VH.dtype)
+        layers = tuple(sorted(set(target.aux_layers)))  # the decoder keeps each layer once, in the order of layers
+        super().__init__(target.model, len(prompts), max(map(len, prompts)) + limit, layers, target.lm_head_VH.dtype)
+        self.feature_places = [layers.index(layer) for layer in target.aux_layers]
         self.prompts, self.limit, self.temperature, self.end_ids = list(prompts), limit, temperature, set(end_ids)
 
     @torch.inference_mode()
@@ -101,9 +103,9 @@ class TargetRun(SlotDecoder):
         return torch.cat(parts)
 
     def _sequences(self, answers: list[list[int]]) -> list[Text]:
-        width = 3 * self.model.config.hidden_size
         lengths = [len(prompt) + len(answer) - 1 for prompt, answer in zip(self.prompts, answers)]
-        kept = [self.kept_STX[slot, :length, :width] for slot, length in enumerate(lengths)]
+        kept_STKH = self.kept_STX.unflatten(-1, (-1, self.model.config.hidden_size))
+        kept = [kept_STKH[slot, :length, self.feature_places].flatten(1) for slot, length in enumerate(lengths)]
         self.texts = [Text(prompt, answer, features) for prompt, answer, features in zip(self.prompts, answers, kept)]
         return self.texts
 

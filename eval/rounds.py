@@ -54,9 +54,9 @@ class Tally:
     """Sums over the rounds of one prompt under one policy.
 
     emitted: tokens, expected (equal to `sampled` at temperature 0); sampled: tokens of the sampled outcomes; forwards: draft forwards, the
-    draft extend included; drafted, accepted: tree nodes without roots; offered[d-1]: rounds that came to depth d-1 and had nodes one
-    deeper; reached[d-1]: rounds that came to depth d; depths: rounds by tree depth; widths: layers by number of nodes; width_at[d-1]:
-    nodes at depth d; degraded: rounds whose draft failed.
+    draft extend included; drafted, accepted: tree nodes without roots; offered[d-1]: rounds that came to depth d-1, went on, and had
+    nodes one deeper; reached[d-1]: rounds that came to depth d; depths: rounds by tree depth; widths: layers by number of nodes;
+    width_at[d-1]: nodes at depth d; degraded: rounds whose draft failed.
     """
 
     rounds: int = 0
@@ -74,7 +74,7 @@ class Tally:
 
     def add(self, one: Round, probabilities: list[float], limit: int, end_ids: Collection[int] = ()) -> None:
         """Count one round. `probabilities`: each node's chance to be visited; `limit`: the most tokens that could still be emitted."""
-        tree, depth = one.draft.tree, one.draft.tree.depths[-1]
+        tree, depth = one.draft.tree, max(one.draft.tree.depths)
         self.rounds, self.sampled, self.forwards = self.rounds + 1, self.sampled + one.emitted, self.forwards + one.draft.forwards
         self.drafted, self.degraded = self.drafted + len(tree) - 1, self.degraded + tree.degraded
         for sums in (self.offered, self.reached, self.width_at):
@@ -82,7 +82,7 @@ class Tally:
         widths = Counter(tree.depths[1:])
         self.depths[depth] += 1
         self.widths.update(widths.values())
-        reach = [0.0] * (depth + 1)
+        reach, going_on = [0.0] * (depth + 1), [0.0] * (depth + 1)  # chance to come to a depth; and to need a further token there
         ended = set()  # end tokens and all below them: never read, an end token being the last one
         for node, (token, parent, at) in enumerate(zip(tree.tokens, tree.parents, tree.depths)):
             if parent in ended:
@@ -93,13 +93,13 @@ class Tally:
             if node and token in end_ids:
                 ended.add(node)
             elif at < limit:
-                self.emitted += probabilities[node]
+                going_on[at] += probabilities[node]
+        self.emitted += sum(going_on)
         self.accepted += sum(reach[1:])
         for at in range(1, depth + 1):
             self.width_at[at - 1] += widths[at]
             self.reached[at - 1] += reach[at]
-            if at <= limit:
-                self.offered[at - 1] += reach[at - 1]
+            self.offered[at - 1] += going_on[at - 1]
 
     def to_json(self) -> dict:
         return {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would break the Counters
