@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eval.accept_file import AcceptFile
@@ -46,7 +46,7 @@ DEFAULT_POLICIES = ("chain:4", "eagle3:4,4,16", "sglang-eagle3:4,4,16", "opt-tre
 CHUNK_TOKENS = 12288  # (padded) tokens whose keys and values are held at a time: about half a GiB for a 135M target in float32
 NOTE = (
     "accept: tokens per target forward, as SGLang counts it (bonus and first token included), and its standard error over prompts. drafts: "
-    "draft forwards a round, the extend forward included. nodes, depth: of a tree, on average. budget: accepted share of the drafted "
+    "draft forwards a round, the extend forward included. depth: of a tree, on average. budget: accepted share of the drafted "
     "nodes. @1, @2, @3: rounds that accept at that depth, of those that came there."
 )
 
@@ -227,16 +227,17 @@ def open_results(args: argparse.Namespace, jobs: list[Job], command: list[str]) 
 
 def print_acceptance(summary: dict[str, dict[str, dict]], title: str) -> None:
     """One row per policy over all prompts, then the accept length by prompt set."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    style = {"title_justify": "left", "box": SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    table = Table(title=title, **style)
     table.add_column("policy", no_wrap=True)
-    for name in ("accept", "±", "drafts", "nodes", "depth", "budget", "@1", "@2", "@3"):
+    for name in ("accept", "±", "drafts", "depth", "budget", "@1", "@2", "@3"):
         table.add_column(name, justify="right", no_wrap=True)
     for policy, by_set in summary.items():
         table.add_row(policy, *cells(by_set["all"]))
     console.print(table)
     sets = [name for name in dict.fromkeys(name for by_set in summary.values() for name in by_set) if name != "all"]
     if len(sets) > 1:
-        by_set_table = Table(title="accept length by prompt set", title_justify="left", box=SIMPLE, pad_edge=False)
+        by_set_table = Table(title="accept length by prompt set", **style)
         by_set_table.add_column("policy", no_wrap=True)
         for name in sets:
             by_set_table.add_column(name, justify="right", no_wrap=True)
@@ -254,18 +255,11 @@ def cells(figure: dict) -> list[str]:
         f"{figure['accept_length']:.3f}",
         "" if error is None else f"{error:.3f}",
         f"{figure['draft_forwards']:.2f}",
-        f"{sum(share * nodes for share, nodes in zip(shares_deeper(figure['depths']), figure['width_at'])):.1f}",
         f"{depth:.2f}",
         "" if budget is None else f"{budget:.0%}",
         *accepted,
         *[""] * (3 - len(accepted)),
     ]
-
-
-def shares_deeper(depths: dict) -> list[float]:
-    """Share of the trees that have nodes at depth 1, 2, ..."""
-    by_depth = {int(at): share for at, share in depths.items()}
-    return [sum(share for at, share in by_depth.items() if at >= depth) for depth in range(1, max(by_depth) + 1)]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -56,7 +56,8 @@ class Tally:
     emitted: tokens, expected (equal to `sampled` at temperature 0); sampled: tokens of the sampled outcomes; forwards: draft forwards, the
     draft extend included; drafted, accepted: tree nodes without roots; offered[d-1]: rounds that came to depth d-1, went on, and had
     nodes one deeper; reached[d-1]: rounds that came to depth d; depths: rounds by tree depth; widths: layers by number of nodes;
-    width_at[d-1]: nodes at depth d; degraded: rounds whose draft failed.
+    width_at[d-1]: nodes at depth d; lanes[i], forwarded[i]: nodes forwarded by the i-th draft forward after the draft extend, and rounds
+    that had one; degraded: rounds whose draft failed.
     """
 
     rounds: int = 0
@@ -69,6 +70,8 @@ class Tally:
     offered: list[float] = field(default_factory=list)
     reached: list[float] = field(default_factory=list)
     width_at: list[int] = field(default_factory=list)
+    lanes: list[int] = field(default_factory=list)
+    forwarded: list[int] = field(default_factory=list)
     depths: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
 
@@ -79,6 +82,11 @@ class Tally:
         self.drafted, self.degraded = self.drafted + len(tree) - 1, self.degraded + tree.degraded
         for sums in (self.offered, self.reached, self.width_at):
             sums.extend([0] * (depth - len(sums)))
+        for sums in (self.lanes, self.forwarded):
+            sums.extend([0] * (len(one.draft.lanes) - len(sums)))
+        for i, lanes in enumerate(one.draft.lanes):
+            self.lanes[i] += lanes
+            self.forwarded[i] += 1
         widths = Counter(tree.depths[1:])
         self.depths[depth] += 1
         self.widths.update(widths.values())
@@ -115,7 +123,9 @@ class Acceptance:
     """What a table shows of one policy over some prompts.
 
     accept_length: tokens per target forward as SGLang counts them (the first token, which prefill gives, included); standard_error: of
-    that, over prompts; sampled_*: the same from the sampled outcomes alone; emitted: tokens a round emits (without the first token).
+    that, over prompts; sampled_*: the same from the sampled outcomes alone; emitted: tokens a round emits (without the first token);
+    accepted_at[d-1]: share of the rounds that accept at depth d, of those that came there; accepts[d-1]: of all rounds; lanes[i]: nodes a
+    round forwards in the i-th draft forward after the draft extend, over all rounds; forwarded[i]: share of the rounds that have one.
     """
 
     prompts: int
@@ -131,6 +141,9 @@ class Acceptance:
     width_at: list[float]
     depths: dict[int, float]
     widths: dict[int, float]
+    accepts: list[float]
+    lanes: list[float]
+    forwarded: list[float]
     degraded_rounds: int
 
 
@@ -141,6 +154,7 @@ def acceptance(tallies: Iterable[Tally]) -> Acceptance:
     if not rounds:
         raise ValueError("No answer is longer than one token, so there is no round to count; use longer answers or other prompts.")
     drafted, depths, widths = sum(t.drafted for t in found), _total(t.depths for t in found), _total(t.widths for t in found)
+    most = max(len(tally.lanes) for tally in found)
     deepest = max(len(tally.reached) for tally in found)
     offered, reached, width_at = (_columns(found, name, deepest) for name in ("offered", "reached", "width_at"))
     deep_enough = [sum(count for depth, count in depths.items() if depth > at) for at in range(deepest)]
@@ -159,6 +173,9 @@ def acceptance(tallies: Iterable[Tally]) -> Acceptance:
         width_at=[nodes / trees for nodes, trees in zip(width_at, deep_enough)],
         depths={depth: count / rounds for depth, count in sorted(depths.items())},
         widths={width: count / sum(widths.values()) for width, count in sorted(widths.items())},
+        accepts=[got / rounds for got in reached],
+        lanes=[count / rounds for count in _columns(found, "lanes", most)],
+        forwarded=[count / rounds for count in _columns(found, "forwarded", most)],
         degraded_rounds=sum(tally.degraded for tally in found),
     )
 

@@ -26,4 +26,6 @@ class Chain:
                 log_probs_BV = rounds.forward(all_B, slot_B, slot_B - 1, tokens[-1])
         ids_BS, scores_BS = rounds.draft_ids_V[torch.stack(tokens, 1)].tolist(), torch.stack(scores, 1).tolist()
         parents, depths = list(range(-1, self.steps - 1)), list(range(1, self.steps + 1))
-        return [Draft(ranked_tree(ids, parents, depths, score, self.steps + 1), self.steps) for ids, score in zip(ids_BS, scores_BS)]
+        return [
+            Draft(ranked_tree(ids, parents, depths, score, self.steps + 1), [1] * (self.steps - 1)) for ids, score in zip(ids_BS, scores_BS)
+        ]

@@ -48,4 +48,4 @@ class Eagle:
         tokens_BC, parents_BC, scores_BC = (torch.cat(parts, dim=1) for parts in zip(*candidates))
         depths = [1] * width + [step + 1 for step in range(1, self.steps) for _ in range(width * width)]
         rows = zip(rounds.draft_ids_V[tokens_BC].tolist(), parents_BC.tolist(), scores_BC.tolist())
-        return [Draft(ranked_tree(ids, parents, depths, scores, self.nodes), self.steps) for ids, parents, scores in rows]
+        return [Draft(ranked_tree(ids, parents, depths, scores, self.nodes), [width] * (self.steps - 1)) for ids, parents, scores in rows]

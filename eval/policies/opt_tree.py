@@ -44,7 +44,7 @@ class OptTree:
             layers = zip(going_B.tolist(), rounds.draft_ids_V[token_Bn].tolist(), (parent_Bn - 1).tolist(), score_Bn.tolist())
             for b, ids, parents, layer in layers:
                 found[b].add(ids, parents, layer)
-        return [Draft(ranked_tree(c.ids, c.parents, c.depths, c.scores, self.nodes), c.depths[-1]) for c in found]
+        return [Draft(ranked_tree(c.ids, c.parents, c.depths, c.scores, self.nodes), [count] * (c.depths[-1] - 1)) for c in found]
 
 
 class _Candidates:

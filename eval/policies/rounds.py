@@ -22,10 +22,15 @@ from train.head import Eagle3Head
 
 @dataclass(frozen=True)
 class Draft:
-    """One round's tree, with target token ids (the root's is -1), and the draft forwards it took, the draft extend included."""
+    """One round's tree, with target token ids (the root's is -1), and the lanes of each draft forward after the draft extend."""
 
     tree: DraftTree
-    forwards: int
+    lanes: list[int]
+
+    @property
+    def forwards(self) -> int:
+        """Draft forwards, the draft extend included, as SGLang's steps count them."""
+        return 1 + len(self.lanes)
 
 
 class Committed:

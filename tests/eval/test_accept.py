@@ -22,7 +22,7 @@ from tests.train.toy import VOCAB, toy_head, toy_target
 #     7 8   9
 #     1
 TREE = DraftTree([-1, 5, 6, 7, 8, 9, 1], [-1, 0, 0, 1, 1, 2, 3], [0, 1, 1, 2, 2, 2, 3], [0.0] * 7)
-DRAFT = Draft(TREE, forwards=3)
+DRAFT = Draft(TREE, [2, 3])
 PROMPTS = [[5, 9, 3, 7], [4, 4, 8, 11, 6, 3, 12], [10, 3]]
 
 
@@ -57,6 +57,7 @@ def test_a_tally_by_hand():
     # The second round came to depth 1 with one more token to go: depth 2 could be judged, depth 3 could not.
     assert (tally.offered, tally.reached) == ([2.0, 2.0, 1.0], [2.0, 1.0, 0.0])
     assert (dict(tally.depths), dict(tally.widths), tally.width_at) == ({3: 2}, {2: 2, 3: 2, 1: 2}, [4, 6, 2])
+    assert (tally.lanes, tally.forwarded) == ([4, 6], [2, 2])
     figure = acceptance([tally])
     assert figure.accept_length == 6 / 2 and figure.draft_forwards == 3.0 and figure.width_at == [2.0, 3.0, 1.0]
     assert Tally.from_json(json.loads(json.dumps(tally.to_json()))) == tally
@@ -85,7 +86,7 @@ def test_expected_tokens_are_the_mean_over_all_outcomes(seed):
     for node, path in enumerate(paths(tree)[1:], start=1):
         before = path[-2] if len(path) > 1 else root
         chances[node] = chances[tree.parents[node]] * chain[before][path[-1]]
-    draft, tally = Draft(tree, 1), Tally()
+    draft, tally = Draft(tree, []), Tally()
     tally.add(follow(draft, 0, [root]), chances, limit, {end})
 
     emitted, accepted = 0.0, 0.0

@@ -19,6 +19,7 @@ from train.head import Eagle3Head, HeadConfig
 from train.reference import ReferenceHead
 from train.target import FrozenTarget
 
+pytestmark = pytest.mark.slow
 LENGTH = 24  # tokens an answer
 PROMPTS = [[3, 5], [3, 30], [3, 17], [3, 11], [3, 44], [3, 8], [3, 21], [3, 60]]  # all three groups of the toy
 NODES, WIDTH = 12, 3

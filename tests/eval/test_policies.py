@@ -93,7 +93,7 @@ def test_chain(world):
             ((path, score),) = children(world, b, path, score, 1)
             wanted[path] = score
         same(world.scored(draft.tree, b), as_ids(world, wanted))
-        assert draft.forwards == 4
+        assert draft.lanes == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("width", "steps", "nodes"), [(3, 4, 12), (2, 1, 3), (4, 2, 21), (1, 3, 4)])
@@ -106,7 +106,7 @@ def test_eagle_keeps_the_best_of_all_that_it_scored(world, width, steps, nodes):
             scored += pool
             lanes = best(pool, width)
         same(world.scored(draft.tree, b), as_ids(world, dict(best(scored, nodes - 1))))
-        assert draft.forwards == steps and len(draft.tree) == nodes
+        assert draft.lanes == [width] * (steps - 1) and len(draft.tree) == nodes
 
 
 def test_approximate_eagle_reads_the_history_of_its_lane(world):
@@ -150,7 +150,7 @@ def test_opt_tree_stops_when_the_expectation_stops_growing(world, nodes, thresho
             scored += layer
             layers += 1
         same(world.scored(draft.tree, b), as_ids(world, dict(best(scored, nodes - 1))))
-        assert draft.forwards == layers
+        assert draft.lanes == [nodes - 1] * (layers - 1)
 
 
 @pytest.mark.parametrize("settings", [(12, 3, 0, 0.03), (12, 3, 2, 0.03), (9, 2, 0, 1.0), (2, 4, 0, 0.1)])
@@ -162,6 +162,7 @@ def test_talon_is_the_tree_of_the_rule(world, settings):
         )
         wanted = {path: score for path, score in zip(paths(tree)[1:], tree.log_probs[1:])}
         same(world.scored(draft.tree, b), as_ids(world, wanted))
+        assert draft.lanes == [tree.depths.count(depth) for depth in range(1, max(tree.depths))]
         assert draft.forwards == max(tree.depths)
 
 
