@@ -273,3 +273,84 @@ def test_bad_arguments_are_named(words, complaint, capsys):
 def test_a_missing_head_is_one_sentence(tmp_path, capsys):
     assert main(["--target", str(tmp_path), "--head", "h", "--prompts", "p"]) == 1
     assert "has no config.json; pass a model folder" in capsys.readouterr().out.replace("\n", " ")
+
+
+# ------------------------------------------------------------ the command as a whole
+
+
+@pytest.fixture
+def command(models, monkeypatch, tmp_path):
+    """`main` on the toy models and three prompts, one prompt a chunk."""
+    monkeypatch.setattr("eval.accept.check_folders", lambda args: None)
+    monkeypatch.setattr("eval.accept.check_draft_head", lambda head, target: None)
+    monkeypatch.setattr("eval.accept.load_sets", lambda args: {"toy": [(str(i), ids) for i, ids in enumerate(PROMPTS)]})
+    monkeypatch.setattr("eval.accept.load_models", lambda args: models)
+    monkeypatch.setattr("eval.accept.fingerprint", lambda folder: folder.name)
+    monkeypatch.setattr("eval.accept.chunks", lambda jobs, limit: [[job] for job in jobs])
+    out = tmp_path / "accept.json"
+
+    def run(*words, head="h"):
+        return main(["--target", "t", "--head", head, "--prompts", "p", "--max-new-tokens", "8", "--out", str(out), *words])
+
+    return run, out
+
+
+def test_a_stopped_run_keeps_what_it_has_and_goes_on(command, monkeypatch, capsys):
+    run, out = command
+    drafted = []
+
+    def interrupt(self, rounds, draft=Chain.draft):
+        drafted.append(rounds.batch)
+        if len(drafted) == 10:
+            raise KeyboardInterrupt
+        return draft(self, rounds)
+
+    monkeypatch.setattr(Chain, "draft", interrupt)
+    assert run("--policy", "chain:2") == 1
+    assert "the same command continues from there" in capsys.readouterr().out.replace("\n", " ")
+    kept = json.loads(out.read_text())["tallies"]["chain:2"]["toy"]
+    assert 0 < len(kept) < 3
+    before = len(drafted)
+    assert run("--policy", "chain:2") == 0
+    whole = json.loads(out.read_text())
+    assert {prompt: whole["tallies"]["chain:2"]["toy"][prompt] for prompt in kept} == kept
+    rounds = {prompt: tally["rounds"] for prompt, tally in whole["tallies"]["chain:2"]["toy"].items()}
+    assert len(drafted) - before == sum(count for prompt, count in rounds.items() if prompt not in kept)  # nothing is measured twice
+    out.unlink()
+    assert run("--policy", "chain:2") == 0
+    assert json.loads(out.read_text())["tallies"] == whole["tallies"]
+
+
+def test_later_policies_use_the_answers_that_are_there(command, monkeypatch):
+    run, out = command
+    assert run("--policy", "chain:2") == 0
+    monkeypatch.setattr(TargetRun, "answer", None)  # would fail
+    assert run("--policy", "chain:2", "--policy", "talon:8,3", "--policy", "opt-tree:8") == 0
+    summary = json.loads(out.read_text())["summary"]
+    assert list(summary) == ["chain:2", "talon:8,3,10,0.03", "opt-tree:8,0.5,10"]
+    assert all(figure["all"]["accept_length"] >= 1 for figure in summary.values())
+
+
+def test_the_table_shows_every_policy(command, capsys):
+    run, _ = command
+    assert run("--policy", "chain:2", "--policy", "talon:8,3") == 0
+    printed = capsys.readouterr().out
+    assert "chain:2" in printed and "talon:8,3,10,0.03" in printed and "…" not in printed
+
+
+def test_another_head_is_not_mixed_in(command, capsys):
+    run, _ = command
+    assert run("--policy", "chain:2") == 0
+    assert run("--policy", "chain:2", head="other") == 1
+    assert "was measured with head" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_full_disk_is_one_sentence(command, monkeypatch, capsys):
+    run, _ = command
+
+    def full(self, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert run("--policy", "chain:2") == 1
+    assert "No space left on device" in capsys.readouterr().out
