@@ -82,7 +82,7 @@ class DraftRounds:
         span = int(root_B.max())
         self.keys_BGTd, self.values_BGTd = committed.keys_PGTd[sequence_B, :, :span], committed.values_PGTd[sequence_B, :, :span]
         self.hidden_BMH = committed.states_PTH[sequence_B, root_B - committed.first_P[sequence_B]][:, None]
-        self.node_keys_BGMd = self.keys_BGTd[:, :, :1] * 0
+        self.node_keys_BGMd = torch.zeros_like(self.keys_BGTd[:, :, :1])
         self.node_values_BGMd = self.node_keys_BGMd.clone()
         self.sees_BMM = torch.zeros(self.batch, 1, 1, dtype=torch.bool)  # the root's own row is committed, not a node
         self.depth_BM = torch.zeros(self.batch, 1, dtype=torch.long)
