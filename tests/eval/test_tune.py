@@ -53,6 +53,28 @@ def test_plain_decoding_wins_a_full_batch(files, capsys):
     assert "--speculative" not in printed
 
 
+def test_a_rate_is_served_by_the_smallest_batch_that_carries_it(files, capsys):
+    # 150 tokens/s: plain needs 2 sequences (100 each), talon:8 needs 2 (1.8 tokens in 10 + 8 + 1 ms for each of two)
+    printed = tuned(files, capsys, "--rate", "1.5", "--tokens", "100")
+    assert "predicted, 150 tokens/s" in printed and "Plain decoding is the fastest" in printed
+    row = next(line.split() for line in printed.splitlines() if "talon:8,2" in line and "tokens" not in line and "--" not in line)
+    assert row[1] == "2" and float(row[2]) == pytest.approx(2 * 1.8 / 0.019, abs=0.1)
+    # Beyond what trees can reach, only plain decoding is left.
+    assert tuned(files, capsys, "--rate", "100", "--tokens", "100").count("talon:") == 0
+
+
+def test_a_rate_that_nothing_carries_is_said(files, capsys):
+    accept, cost = files
+    assert main(["--accept", str(accept), "--cost", str(cost), "--rate", "10000"]) == 1
+    assert "nothing that was measured carries" in capsys.readouterr().out
+
+
+def test_the_confirmation_runs_the_best_and_its_neighbours(files, capsys):
+    printed = tuned(files, capsys, "--batch", "4")
+    command = next(line for line in printed.splitlines() if line.startswith("python eval/serve.py"))
+    assert "--talon 8,2,10,0.03 --talon 60,10,10,0.03 --eagle3 4,4,16 --concurrency 4" in command
+
+
 def test_a_prompt_set_can_decide(files, capsys):
     assert "Best: talon:60,10" in tuned(files, capsys, "--set", "code")
 
