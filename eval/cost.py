@@ -29,10 +29,10 @@ A rerun with the same --out measures only what is missing. eval/tune.py reads th
 """
 TIMED_SERVER = Path(__file__).resolve().parent / "timed_server.py"
 FORWARDS = {
-    "target decode": ("plain", "tokens"),
-    "target target_verify": ("verify", "tokens"),
-    "draft decode": ("draft", "tokens"),
-    "draft draft_extend_v2": ("extend", "tokens"),
+    "target decode": "plain",
+    "target target_verify": "verify",
+    "draft decode": "draft",
+    "draft draft_extend_v2": "extend",
 }
 PROMPT = "Write a long story about a lighthouse keeper and the sea."
 LEAST = 3  # measurements of a size, or it is not used
@@ -117,12 +117,12 @@ def read_times(events: list[dict], batch: int) -> list[Sample]:
     for (event, parts), following in zip(rounds, [*rounds[1:], None]):
         if event["mode"] != "decode" or event["batch"] != batch:
             continue
-        for part in parts:
-            name, size = FORWARDS[part["kind"]]
-            found[name, part[size]].append(part["ms"])
+        known = [part for part in parts if part["kind"] in FORWARDS]  # anything else is overhead
+        for part in known:
+            found[FORWARDS[part["kind"]], part["tokens"]].append(part["ms"])
         if following and following[0]["mode"] == "decode" and following[0]["batch"] == batch:
-            rest = following[0]["start"] - event["start"] - sum(part["ms"] for part in parts)
-            plain = all(part["kind"] == "target decode" for part in parts)
+            rest = following[0]["start"] - event["start"] - sum(part["ms"] for part in known)
+            plain = all(part["kind"] == "target decode" for part in known)
             found["plain overhead" if plain else "overhead", batch].append(rest)
     return [Sample(part, size, median(ms), len(ms)) for (part, size), ms in sorted(found.items()) if len(ms) >= LEAST]
 
