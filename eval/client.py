@@ -91,10 +91,10 @@ class Client:
         body = response.json()
         return Answer(body["output_ids"], body["meta_info"], latency_s)
 
-    def generate_all(self, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int = 1) -> Iterator[Answer]:
+    def generate_all(self, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int = 1, **sampling) -> Iterator[Answer]:
         """Answers in the order of `prompts`, with at most `concurrency` requests in flight. Raises RequestError at the first failure."""
         with ThreadPoolExecutor(max_workers=concurrency) as pool:
-            futures = [pool.submit(self.generate, ids, max_new_tokens) for ids in prompts]
+            futures = [pool.submit(self.generate, ids, max_new_tokens, **sampling) for ids in prompts]
             try:
                 for future in futures:
                     yield future.result()

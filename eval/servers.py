@@ -48,6 +48,7 @@ class ServerSpec:
     threads: OMP threads of the server; two busy multi-threaded PyTorch processes on two cores slow each other by orders of magnitude
     extra: further command line words, passed as they are
     env: further environment variables
+    launcher: what Python runs
     """
 
     target: Path
@@ -66,6 +67,7 @@ class ServerSpec:
     max_running_requests: int = 8
     extra: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    launcher: tuple[str, ...] = ("-m", "sglang.launch_server")
 
     def __post_init__(self):
         if self.algorithm not in ("none", "EAGLE3", "TALON"):
@@ -144,7 +146,7 @@ def serve(spec: ServerSpec, *, log_path: Path | None = None, start_timeout_s: fl
 
 def command_line(spec: ServerSpec, port: int) -> list[str]:
     """The exact launch command (list of words) for `spec` on `port`."""
-    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(spec.target), "--dtype", spec.dtype]
+    words = [sys.executable, *spec.launcher, "--model-path", str(spec.target), "--dtype", spec.dtype]
     words += ["--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
     words += ["--max-running-requests", str(spec.max_running_requests)]
     if spec.max_total_tokens is not None:

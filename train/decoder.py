@@ -19,11 +19,11 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 class SlotDecoder:
     """`slots` sequences decoded side by side, each at its own length.
 
-    With `keep_layers` it also keeps, per position, the inputs of those layers and the final normed hidden state.
+    With `keep_layers` it also keeps, per position, the inputs of those layers and the final normed hidden state, in `kept_dtype`.
     Raises ValueError for a model of another family.
     """
 
-    def __init__(self, model: nn.Module, slots: int, max_length: int, keep_layers: tuple[int, ...] = ()):
+    def __init__(self, model: nn.Module, slots: int, max_length: int, keep_layers: tuple[int, ...] = (), kept_dtype=torch.bfloat16):
         config = model.config
         if config.model_type not in FAMILIES:
             raise ValueError(f"The target is a {config.model_type!r} model; the built-in decode loop knows {', '.join(FAMILIES)}.")
@@ -41,7 +41,7 @@ class SlotDecoder:
         self.lengths_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
         self.prefix: list[int] = []
         width = (len(keep_layers) + 1) * config.hidden_size
-        self.kept_STX = weight.new_zeros((slots, max_length, width), dtype=torch.bfloat16) if keep_layers else None
+        self.kept_STX = weight.new_zeros((slots, max_length, width), dtype=kept_dtype) if keep_layers else None
 
     @torch.no_grad()
     def share_prefix(self, ids: list[int]) -> None:
@@ -108,7 +108,7 @@ class SlotDecoder:
         return self.model.lm_head(hidden_S1H[:, 0]).float()
 
     def kept(self, slot: int) -> torch.Tensor:
-        """What `keep_layers` asked for, for the tokens read so far: [T, (len(keep_layers) + 1) * H] in bf16."""
+        """What `keep_layers` asked for, for the tokens read so far: [T, (len(keep_layers) + 1) * H]."""
         return self.kept_STX[slot, : int(self.lengths_S[slot])].clone()
 
     def select(self, slots: list[int]) -> None:
@@ -138,7 +138,7 @@ class SlotDecoder:
             hidden_BTH = hidden_BTH + layer.mlp(layer.post_attention_layernorm(hidden_BTH))
         hidden_BTH = inner.norm(hidden_BTH)
         if self.keep_layers:
-            keep(torch.cat([*kept, hidden_BTH], dim=-1).bfloat16())
+            keep(torch.cat([*kept, hidden_BTH], dim=-1).to(self.kept_STX.dtype))
         return hidden_BTH
 
 

@@ -63,6 +63,12 @@ def test_answers_keep_the_order_of_the_prompts(client):
     assert all(answer.rounds == 2 and answer.latency_s > 0 for answer in answers)
 
 
+def test_sampling_parameters_reach_every_request(client):
+    list(client.generate_all([[1, 2], [3, 4]], 5, temperature=0.7, ignore_eos=True))
+    wanted = {"temperature": 0.7, "max_new_tokens": 5, "ignore_eos": True}
+    assert [body["sampling_params"] for body in StandIn.seen[-2:]] == [wanted, wanted]
+
+
 def test_requests_are_greedy_unless_asked_otherwise(client):
     client.generate([1], 5)
     client.generate([1], 5, temperature=1.0, top_k=3)

@@ -1,0 +1,65 @@
+"""The results file of eval/accept.py: answers and tallies by prompt, written after every step, so that a stopped run goes on where it was.
+
+Layout: {settings, versions, command, answers: {set: {prompt: [ids]}}, tallies: {policy: {set: {prompt: Tally}}},
+summary: {policy: {set or "all": Acceptance}}}.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from eval.results import ResultsError, versions
+from eval.rounds import Tally, acceptance
+
+
+class AcceptFile:
+    """Raises ResultsError when `path` exists but holds other settings or is no such file."""
+
+    def __init__(self, path: Path, settings: dict, command: str):
+        self.path, self.settings, self.command = path, settings, command
+        self.answers: dict[str, dict[str, list[int]]] = {}
+        self.tallies: dict[str, dict[str, dict[str, Tally]]] = {}
+        if path.exists():
+            self._load()
+
+    def summary(self) -> dict[str, dict[str, dict]]:
+        """Figures by policy, over each prompt set and over all; sets whose answers have no round are left out."""
+        table: dict[str, dict[str, dict]] = {}
+        for policy, sets in self.tallies.items():
+            groups = {name: list(tallies.values()) for name, tallies in sets.items()}
+            groups["all"] = [tally for group in groups.values() for tally in group]
+            table[policy] = {name: asdict(acceptance(group)) for name, group in groups.items() if any(tally.rounds for tally in group)}
+        return {policy: by_set for policy, by_set in table.items() if by_set}
+
+    def body(self) -> dict:
+        tallies = {
+            policy: {name: {prompt: tally.to_json() for prompt, tally in found.items()} for name, found in sets.items()}
+            for policy, sets in self.tallies.items()
+        }
+        head = {"settings": self.settings, "versions": versions(), "command": self.command}
+        return {**head, "answers": self.answers, "tallies": tallies, "summary": self.summary()}
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text(json.dumps(self.body()) + "\n")
+        temporary.replace(self.path)
+
+    def _load(self) -> None:
+        try:
+            body = json.loads(self.path.read_text())
+            found, self.answers = body["settings"], body["answers"]
+            self.tallies = {
+                policy: {name: {prompt: Tally.from_json(data) for prompt, data in rows.items()} for name, rows in sets.items()}
+                for policy, sets in body["tallies"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ResultsError(f"{self.path} is not a results file of eval/accept.py ({error!r}); choose another --out.") from error
+        for key in sorted(self.settings.keys() | found.keys()):
+            if self.settings.get(key) != found.get(key):
+                raise ResultsError(
+                    f"{self.path} was measured with {key} = {found.get(key)!r}, this call has {self.settings.get(key)!r}; "
+                    "choose another --out, or pass --fresh to measure again."
+                )
