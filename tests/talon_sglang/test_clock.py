@@ -25,6 +25,6 @@ def test_inner_phases_stop_the_outer_clock():
     model.forward(1)
     seconds = clock.take()
     assert set(seconds) == {"other", "draft", "draft_forward", "verify", "outside"}
-    assert sum(seconds.values()) - seconds["outside"] == pytest.approx(whole, abs=0.005)
-    assert seconds["other"] >= 0.04 and seconds["draft"] >= 0.01 and 0.03 <= seconds["draft_forward"] < 0.04 + 0.02
+    assert sum(seconds.values()) - seconds["outside"] == pytest.approx(whole, abs=0.05)
+    assert seconds["other"] >= 0.04 and seconds["draft"] >= 0.01 and seconds["draft_forward"] >= 0.03
     assert not clock.take()

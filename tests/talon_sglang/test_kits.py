@@ -28,7 +28,7 @@ ALL = os.environ.get("TALON_ALL_KITS") == "1"
 @pytest.fixture(scope="module")
 def server(target_dir, shared_dir):
     head = shared_dir / "heads" / "smollm2-135m-eagle3-8k"
-    spec = ServerSpec(target_dir, head, "TALON", nodes=16, width=4, max_running_requests=16, max_total_tokens=40_000, threads=2)
+    spec = ServerSpec(target_dir, head, "TALON", nodes=16, width=4, max_running_requests=16, max_total_tokens=40_000, threads=1)
     with serve(spec) as running:
         yield running
 

@@ -58,7 +58,7 @@ def shared_prefix_prompts(tokenizer):
 @pytest.fixture(scope="module")
 def plain(target_dir, prompts, shared_prefix_prompts):
     """The same server without speculation."""
-    with serve(ServerSpec(target_dir, threads=2)) as server, Client(server.url) as client:
+    with serve(ServerSpec(target_dir, threads=1)) as server, Client(server.url) as client:
         return [a.output_ids for a in client.generate_all(prompts + shared_prefix_prompts, LENGTH, concurrency=4)]
 
 
@@ -69,7 +69,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def talon(target_dir, head, trace):
-    with serve(ServerSpec(target_dir, head, "TALON", nodes=16, width=4, trace=trace, threads=2)) as server, Client(server.url) as client:
+    with serve(ServerSpec(target_dir, head, "TALON", nodes=16, width=4, trace=trace, threads=1)) as server, Client(server.url) as client:
         yield client
 
 
