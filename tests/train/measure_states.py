@@ -23,6 +23,7 @@ def storages() -> dict[int, int]:
     """Address to bytes of every storage that some live tensor, or its gradient, uses."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
+    tensors = [tensor for tensor in tensors if tensor.device.type != "meta"]  # DeepSpeed keeps shapes as tensors without storage
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
