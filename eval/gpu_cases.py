@@ -72,9 +72,9 @@ def first_layer(generator, batch: int, vocab: int, scale: float, k: int) -> tupl
     return top.values, top.indices
 
 
-def memory_pools(generator, batch: int, n: int, seq_lens, device) -> tuple[torch.Tensor, ...]:
+def memory_pools(generator, batch: int, n: int, seq_lens, device, columns: int = 0) -> tuple[torch.Tensor, ...]:
     """(table_RC, rows_B, seq_lens_B, slots_BN) of `batch` requests in shuffled rows, nodes in the slots behind the prefix."""
-    table_rows, columns = batch + 2, max(seq_lens) + n
+    table_rows, columns = batch + 2, columns or max(seq_lens) + n
     table_RC = (1 + torch.randperm(table_rows * columns, generator=generator)).view(table_rows, columns).int()
     rows_B = torch.randperm(table_rows, generator=generator)[:batch]
     seq_lens_B = torch.tensor(seq_lens)
@@ -219,7 +219,8 @@ class RoundCase:
         generator, n, device = torch.Generator().manual_seed(seed), self.config.node_budget, self.table_RC.device
         self.count = 1 + int(torch.randint(self.batch, (), generator=generator))
         seq_lens = torch.randint(1, self.longest + 1, (self.count,), generator=generator).tolist()
-        pools = memory_pools(generator, self.batch, n, seq_lens + [self.longest] * (self.batch - self.count), device)
+        padded = seq_lens + [1] * (self.batch - self.count)
+        pools = memory_pools(generator, self.batch, n, padded, device, self.table_RC.shape[1])
         table_RC, rows_B, seq_lens_B, slots_BN = pools
         self.table_RC.copy_(table_RC)
         values, tokens = exact_topk(random_log_probs(generator, self.count, self.VOCAB, 2.0, ties=False), self.round.trees.first_width)

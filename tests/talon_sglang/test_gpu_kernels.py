@@ -22,13 +22,13 @@ if INTERPRETED:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_all_of_this_file_in_tritons_interpreter():
+@pytest.mark.slow
+def test_this_file_and_test_gpu_round_in_tritons_interpreter(repo_root):
+    files = [__file__, str(Path(__file__).with_name("test_gpu_round.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     env = dict(os.environ, TRITON_INTERPRET="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=300, cwd=Path(__file__).resolve().parents[2], check=False
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=repo_root, check=False)
+    assert run.returncode == 0 and "8 passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
