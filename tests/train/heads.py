@@ -117,9 +117,10 @@ def as_modelopt(folder: Path) -> None:
     """`layers.0.`, d2t in the order of frequency, no t2d, a YaRN factor that was not trained."""
 
     def change(state):
-        order = torch.randperm(DRAFT, generator=torch.Generator().manual_seed(5))
-        ids_Vd = (state["d2t"] + torch.arange(DRAFT))[order]
-        state |= {"d2t": ids_Vd - torch.arange(DRAFT), "lm_head.weight": state["lm_head.weight"][order]}
+        size = len(state["d2t"])
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(5))
+        ids_Vd = (state["d2t"] + torch.arange(size))[order]
+        state |= {"d2t": ids_Vd - torch.arange(size), "lm_head.weight": state["lm_head.weight"][order]}
         del state["t2d"]
         return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
 
