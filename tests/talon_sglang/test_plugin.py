@@ -27,9 +27,9 @@ def server_args(toy, **changes):
     absent += (
         "speculative_token_map speculative_draft_window_size speculative_num_draft_tokens speculative_eagle_topk speculative_num_steps "
     )
-    absent += "max_running_requests"
+    absent += "max_running_requests return_hidden_states_mode"
     off = "enable_multi_layer_eagle enable_dp_attention speculative_adaptive speculative_use_rejection_sampling "
-    off += "speculative_use_block_verification"
+    off += "speculative_use_block_verification enable_return_hidden_states enable_watermark"
     one = "page_size tp_size pp_size dp_size tokenizer_worker_num speculative_accept_threshold_single speculative_accept_threshold_acc"
     values = dict.fromkeys(absent.split()) | dict.fromkeys(off.split(), False) | dict.fromkeys(one.split(), 1)
     values |= dict(device="cpu", disaggregation_mode="null", speculative_draft_model_path=str(head), model_path=str(target))
@@ -72,6 +72,9 @@ def test_the_reserve_is_at_most_two_n_slots(toy, n, k, steps):
         ({"tp_size": 2}, "--tp-size 2"),
         ({"pp_size": 2}, "--pp-size 2"),
         ({"enable_dp_attention": True}, "data parallelism"),
+        ({"enable_return_hidden_states": True}, "returning hidden states"),
+        ({"return_hidden_states_mode": "last"}, "returning hidden states"),
+        ({"enable_watermark": True}, "--enable-watermark"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
         ({"lora_paths": ["x"]}, "LoRA"),
