@@ -24,7 +24,7 @@ from eval.policies.rounds import Committed, DraftRounds
 from eval.results import ResultsError, command_without_paths, fingerprint
 from eval.rollout import TargetRun, Text
 from eval.rounds import Round, Tally, follow, visit_probabilities
-from eval.serve import UsageError, check_folders, console, load_sets, positive, progress_bars
+from eval.serve import UsageError, check_folders, console, load_sets, positive, progress_bars, stop
 from talon_sglang.draft_head import DraftHeadError, check_draft_head
 from train.head import load_head
 from train.target import FrozenTarget
@@ -77,9 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = f"T={args.temperature:g}, {args.max_new_tokens} new tokens, {args.dtype}"
         print_acceptance(results.summary(), f"{args.target.name}, head {args.head.name}, {settings}")
         console.print(f"Results: {args.out}")
-    if failure:
-        console.print(failure, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return 1 if failure else 0
+    return stop(failure) if failure else 0
 
 
 def measure(args: argparse.Namespace, jobs: list[Job], results: AcceptFile) -> str | None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from eval.client import ChatTokenizer, Client, RequestError
 from eval.cost_model import PARTS, CostModel, Sample
 from eval.results import ResultsError, command_without_paths, fingerprint, machine, versions
-from eval.serve import DTYPES, UsageError, check_folders, console, fast_dtype, positive
+from eval.serve import DTYPES, UsageError, check_folders, console, fast_dtype, positive, stop
 from eval.servers import ServerError, ServerSpec, serve
 
 EXAMPLES = """examples:
@@ -62,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         measure(args, body)
         model = finish(args, body)
     except KeyboardInterrupt:
-        return _stop(f"Interrupted; finished servers are kept in {args.out}, and the same command continues from there.")
+        return stop(f"Interrupted; finished servers are kept in {args.out}, and the same command continues from there.")
     except (UsageError, ResultsError, ServerError, RequestError, ValueError, OSError) as error:
-        return _stop(str(error))
+        return stop(str(error))
     print_costs(model, [Sample(**sample) for sample in all_samples(body)])
     console.print(f"Costs: {args.out}")
     return 0
@@ -217,11 +217,6 @@ def plot(model: CostModel, samples: list[Sample], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _stop(sentence: str) -> int:
-    console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return 1
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -51,13 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         sets = load_sets(args)
         results = open_results(args, sets, sys.argv if argv is None else ["eval/serve.py", *argv])
     except (UsageError, ResultsError) as error:
-        return _stop(str(error))
+        return stop(str(error))
     failure = measure_all(args, sets, results)
     if results.runs:
         results.save()
         print_table(results.body(), console)
         console.print(f"Results: {args.out}")
-    return _stop(failure) if failure else 0
+    return stop(failure) if failure else 0
 
 
 def measure_all(args: argparse.Namespace, sets: PromptSets, results: ResultsFile) -> str | None:
@@ -220,7 +220,8 @@ def _reason_it_died(server: RunningServer) -> ServerError | None:
     return None
 
 
-def _stop(sentence: str) -> int:
+def stop(sentence: str) -> int:
+    """Say why an evaluation ends early -> exit status."""
     console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
     return 1
 
