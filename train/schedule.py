@@ -52,28 +52,31 @@ def _padded(lengths: list[int], budget: int, parts: int, rng: random.Random) -> 
 
 def _packed(lengths: list[int], budget: int, parts: int, rng: random.Random) -> Plan:
     """Rows no wider than the longest document needs: attention works on rows, so a wider one would only add masked scores."""
-    longest = max(lengths)
-    rows_each = max(1, budget // longest)
-    rows = _fill(lengths, max(longest, budget // rows_each), rng)
-    rng.shuffle(rows)
-    size = parts * rows_each
-    steps = [rows[first : first + size] for first in range(0, len(rows), size)]
-    if len(steps[-1]) < parts:  # deal the tail's documents out one by one, and what still is too little to the steps before it
-        tail = [[document] for row in steps.pop() for document in row]
-        if len(tail) >= parts or not steps:
-            steps.append(tail)
+    fitting = [document for document, length in enumerate(lengths) if length <= budget]
+    rows_each = budget // max((lengths[document] for document in fitting), default=budget)
+    rows = _fill(fitting, lengths, budget // rows_each, rng)
+    batches = [rows[first : first + rows_each] for first in range(0, len(rows), rows_each)]
+    batches += [[[document]] for document, length in enumerate(lengths) if length > budget]
+    rng.shuffle(batches)
+    steps = [batches[first : first + parts] for first in range(0, len(batches), parts)]
+    if len(steps[-1]) < parts:
+        rows = [row for batch in steps.pop() for row in batch]
+        while len(rows) < parts and (fullest := max(rows, key=len))[1:]:  # halve rows until there is one for everybody
+            rows.remove(fullest)
+            rows += [fullest[::2], fullest[1::2]]
+        if len(rows) >= parts:
+            steps.append([rows[part::parts] for part in range(parts)])
         else:
-            for index, row in enumerate(tail):
-                steps[-1 - index % len(steps)].append(row)
-    return [[step[part::parts] for part in range(parts)] for step in steps]
+            for index, row in enumerate(rows):
+                steps[-1 - index % len(steps)][index % parts].append(row)
+    return steps
 
 
-def _fill(lengths: list[int], width: int, rng: random.Random) -> list[Row]:
+def _fill(documents: list[int], lengths: list[int], width: int, rng: random.Random) -> list[Row]:
     """First fit in random order, over the rows that are open."""
-    order = list(range(len(lengths)))
-    rng.shuffle(order)
+    rng.shuffle(documents)
     rows, open_rows = [], []  # open: [room, row]
-    for document in order:
+    for document in documents:
         found = next((entry for entry in open_rows if entry[0] >= lengths[document]), None)
         if found is None:
             if len(open_rows) == OPEN_ROWS:
