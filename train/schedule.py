@@ -75,17 +75,20 @@ def _packed(lengths: list[int], budget: int, parts: int, rng: random.Random) -> 
 def _fill(documents: list[int], lengths: list[int], width: int, rng: random.Random) -> list[Row]:
     """First fit in random order, over the rows that are open."""
     rng.shuffle(documents)
+    shortest = min((lengths[document] for document in documents), default=0)
     rows, open_rows = [], []  # open: [room, row]
     for document in documents:
-        found = next((entry for entry in open_rows if entry[0] >= lengths[document]), None)
-        if found is None:
+        place = next((place for place, (room, _) in enumerate(open_rows) if room >= lengths[document]), None)
+        if place is None:
             if len(open_rows) == OPEN_ROWS:
-                open_rows.remove(min(open_rows, key=lambda entry: entry[0]))
-            found = [width, []]
-            open_rows.append(found)
-            rows.append(found[1])
-        found[0] -= lengths[document]
-        found[1].append(document)
+                open_rows.pop(min(range(OPEN_ROWS), key=lambda place: open_rows[place][0]))
+            place = len(open_rows)
+            rows.append([])
+            open_rows.append([width, rows[-1]])
+        open_rows[place][0] -= lengths[document]
+        open_rows[place][1].append(document)
+        if open_rows[place][0] < shortest:
+            open_rows.pop(place)
     return rows
 
 
