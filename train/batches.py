@@ -1,13 +1,12 @@
-"""From encoded chats to batches: which rows go together, in which order, and the index tensors that the loss needs.
+"""From encoded chats to batches: the tensors of a micro-batch and the index tensors that the loss needs.
 
-The order is a pure function of (lengths, settings, epoch), the same in every process: a resumed run continues in it without replay, and the
-number of supervised positions of a whole optimiser step is known everywhere without talking.
+A row holds one chat, or several one after the other (packing). Positions count from 0 in every chat, and nothing in a row sees, reads or
+predicts anything of another chat. The number of supervised positions of a whole optimiser step is known in every process without talking.
 
-Shape suffixes: B batch, T positions, K training-time-test steps, Q query rows (rows that carry loss at any step), P positions whose target
-distribution is needed, F target features, H hidden size.
+Shape suffixes: B batch, T positions of a row, K training-time-test steps, Q query rows (rows that carry loss at any
+step), P positions whose target distribution is needed, N those of one chat, F target features, H hidden size.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -15,36 +14,7 @@ import torch
 
 from train.features import Features
 from train.masks import Encoded, supervised_steps
-
-Plan = list[list[list[int]]]  # optimiser steps -> micro-batches (one per process and accumulation step) -> row numbers
-
-
-def plan_epoch(lengths: list[int], budget: int, parts: int, seed: int, epoch: int) -> Plan:
-    """Every row exactly once. A micro-batch pads to at most `budget` tokens (or holds a single row); a step has exactly `parts` of them.
-
-    Rows of similar length share a step; which ones, and the order of the steps, change with the epoch.
-    Raises ValueError with fewer rows than parts.
-    """
-    if len(lengths) < parts:
-        raise ValueError(f"{len(lengths)} training rows cannot feed {parts} micro-batches a step; use more rows or fewer processes.")
-    rng = random.Random(f"{seed}/{epoch}")
-    # A little noise on the length mixes neighbours anew in each epoch at next to no padding.
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row] * rng.uniform(0.9, 1.1))
-    steps: list[list[int]] = [[]]
-    longest = 0
-    for row in order:
-        longest = max(longest, lengths[row])
-        size = len(steps[-1])
-        if size >= parts and longest * -(-(size + 1) // parts) > budget:
-            steps.append([])
-            longest = lengths[row]
-        steps[-1].append(row)
-    if len(steps[-1]) < parts:  # too few for every process: spread the tail over the steps before it
-        tail = steps.pop()
-        for index, row in enumerate(tail):
-            steps[-1 - index % len(steps)].append(row)
-    rng.shuffle(steps)
-    return [[step[part::parts] for part in range(parts)] for step in steps]
+from train.schedule import Row
 
 
 @dataclass
@@ -52,6 +22,7 @@ class Batch:
     """One micro-batch, right-padded. Row r reads feature r and token r+1+k at step k (see train.masks)."""
 
     ids_BT: torch.Tensor
+    positions_BT: torch.Tensor  # in the chat that stands there, from 0
     features_BTF: torch.Tensor
     final_PH: torch.Tensor  # the target's final hidden state at the positions that a query predicts from
     argmax_P: torch.Tensor  # the target's greedy token there, over the full vocabulary
@@ -65,36 +36,53 @@ class Batch:
         return Batch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
 
 
-def make_batch(chats: list[Encoded], features: list[Features], ttt_steps: int) -> Batch:
-    """Pad and index. `features[i]` must reach to `chats[i].useful_length`."""
-    longest = max(len(chat.ids) for chat in chats)
+def make_batch(chats: list[Encoded], features: list[Features], ttt_steps: int, rows: list[Row] | None = None) -> Batch:
+    """Place, pad and index. `rows[b]`: which of the chats stand in row b (default: one each, in order).
+
+    `features[i]` must reach to `chats[i].useful_length`.
+    """
+    rows = [[index] for index in range(len(chats))] if rows is None else rows
+    longest = max(sum(len(chats[index].ids) for index in row) for row in rows)
     hidden = features[0].kept_TX.shape[1] // 4
-    ids_BT = torch.zeros(len(chats), longest, dtype=torch.long)
-    features_BTF = torch.zeros(len(chats), longest, 3 * hidden, dtype=features[0].kept_TX.dtype)
-    finals, argmaxes, rows, wanted = [], [], [], []
-    offset = 0
-    for index, (chat, feature) in enumerate(zip(chats, features)):
-        length = chat.useful_length
-        ids_BT[index, : len(chat.ids)] = torch.tensor(chat.ids)
-        features_BTF[index, :length] = feature.kept_TX[:length, : 3 * hidden]
-        span_ids_T = chat.span_ids()
-        # Position p predicts token p+1; at step 0 row r predicts from position r+1.
-        predicting_N = supervised_steps(span_ids_T, 0).nonzero()[:, 0] + 1
-        slot_T = torch.full((longest + ttt_steps + 1,), -1, dtype=torch.long)
-        slot_T[predicting_N] = offset + torch.arange(len(predicting_N))
-        offset += len(predicting_N)
-        finals.append(feature.kept_TX[predicting_N, 3 * hidden :])
-        argmaxes.append(feature.argmax_T[predicting_N])
-        masks_KT = torch.stack([supervised_steps(span_ids_T, step) for step in range(ttt_steps)])
-        rows.append(masks_KT.any(0).nonzero()[:, 0])
-        wanted.append(torch.stack([torch.where(mask[rows[-1]], slot_T[rows[-1] + 1 + k], -1) for k, mask in enumerate(masks_KT)]))
-    width = max(map(len, rows))
-    rows_BQ = torch.zeros(len(chats), width, dtype=torch.long)
-    wanted_KBQ = torch.full((ttt_steps, len(chats), width), -1, dtype=torch.long)
-    for index, (row, want) in enumerate(zip(rows, wanted)):
-        rows_BQ[index, : len(row)] = row
-        wanted_KBQ[:, index, : len(row)] = want
-    return Batch(ids_BT, features_BTF, torch.cat(finals), torch.cat(argmaxes).long(), rows_BQ, wanted_KBQ)
+    ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
+    positions_BT = torch.arange(longest).repeat(len(rows), 1)
+    features_BTF = torch.zeros(len(rows), longest, 3 * hidden, dtype=features[0].kept_TX.dtype)
+    finals, argmaxes, queries, wanted, predicted = [], [], [], [], 0
+    for b, row in enumerate(rows):
+        at, queries_here, wanted_here = 0, [], []
+        for chat, feature in ((chats[index], features[index]) for index in row):
+            length, useful = len(chat.ids), chat.useful_length
+            ids_BT[b, at : at + length] = torch.tensor(chat.ids)
+            positions_BT[b, at:] = torch.arange(longest - at)
+            features_BTF[b, at : at + useful] = feature.kept_TX[:useful, : 3 * hidden]
+            predicting_N, query_Q, wanted_KQ = _index(chat, ttt_steps)
+            finals.append(feature.kept_TX[predicting_N, 3 * hidden :])
+            argmaxes.append(feature.argmax_T[predicting_N])
+            queries_here.append(query_Q + at)
+            wanted_here.append(torch.where(wanted_KQ < 0, -1, wanted_KQ + predicted))
+            at, predicted = at + length, predicted + len(predicting_N)
+        queries.append(torch.cat(queries_here))
+        wanted.append(torch.cat(wanted_here, dim=1))
+    width = max(map(len, queries))
+    rows_BQ = torch.zeros(len(rows), width, dtype=torch.long)
+    wanted_KBQ = torch.full((ttt_steps, len(rows), width), -1, dtype=torch.long)
+    for b, (query_Q, wanted_KQ) in enumerate(zip(queries, wanted)):
+        rows_BQ[b, : len(query_Q)] = query_Q
+        wanted_KBQ[:, b, : len(query_Q)] = wanted_KQ
+    return Batch(ids_BT, positions_BT, features_BTF, torch.cat(finals), torch.cat(argmaxes).long(), rows_BQ, wanted_KBQ)
+
+
+def _index(chat: Encoded, ttt_steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> positions that something is predicted from [N], rows that carry loss at any step [Q], index into N by step and row [K, Q]."""
+    span_ids_T = chat.span_ids()
+    masks_KT = torch.stack([supervised_steps(span_ids_T, step) for step in range(ttt_steps)])
+    # Position p predicts token p+1; at step 0 row r predicts from position r+1.
+    predicting_N = masks_KT[0].nonzero()[:, 0] + 1
+    slot_T = torch.full((len(chat.ids) + ttt_steps + 1,), -1, dtype=torch.long)
+    slot_T[predicting_N] = torch.arange(len(predicting_N))
+    query_Q = masks_KT.any(0).nonzero()[:, 0]
+    wanted_KQ = torch.stack([torch.where(mask_T[query_Q], slot_T[query_Q + 1 + k], -1) for k, mask_T in enumerate(masks_KT)])
+    return predicting_N, query_Q, wanted_KQ
 
 
 def supervised_counts(chats: list[Encoded], ttt_steps: int) -> torch.Tensor:
@@ -113,10 +101,12 @@ class BatchLoader:
     def __init__(self, chats: list[Encoded], get_features: Callable[[list[Encoded]], list[Features]], ttt_steps: int):
         self.chats, self.get_features, self.ttt_steps = chats, get_features, ttt_steps
 
-    def batch(self, rows: list[int]) -> Batch:
-        chats = [self.chats[row] for row in rows]
-        return make_batch(chats, self.get_features(chats), self.ttt_steps)
+    def batch(self, rows: list[Row]) -> Batch:
+        numbers = [number for row in rows for number in row]
+        place = {number: index for index, number in enumerate(numbers)}
+        chats = [self.chats[number] for number in numbers]
+        return make_batch(chats, self.get_features(chats), self.ttt_steps, [[place[number] for number in row] for row in rows])
 
-    def counts(self, step: list[list[int]]) -> torch.Tensor:
+    def counts(self, step: list[list[Row]]) -> torch.Tensor:
         """Supervised positions of a whole optimiser step [K]."""
-        return supervised_counts([self.chats[row] for part in step for row in part], self.ttt_steps)
+        return supervised_counts([self.chats[number] for part in step for row in part for number in row], self.ttt_steps)

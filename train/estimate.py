@@ -6,13 +6,13 @@ gets a share (`EFFICIENCY`).
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from train.head import Eagle3Head, HeadConfig
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ARGMAX_BYTES = 4  # the target's greedy token, int32, beside each stored feature row
 EFFICIENCY = 0.6  # of the rate of large matrix products, measured on a CPU (docs/data.md); attention, softmax, optimizer are the rest
 
@@ -23,7 +23,8 @@ class Plan:
 
     draft_vocab_size: int
     max_length: int = 2048
-    epochs: int = 1
+    epochs: float | None = 1
+    tokens: int | None = None  # in place of epochs
     ttt_steps: int = 7
     micro_batch_tokens: int = 4096
     precision: str = "bf16"
@@ -92,10 +93,11 @@ class Estimate:
 
 def estimate(sizes: Sizes, plan: Plan, stored: int, tokens: int, supervised: int, tokens_per_second: float | None = None) -> Estimate:
     """`tokens` of all conversations, `supervised` of them predicted, features `stored` of those up to each last answer."""
+    plan = replace(plan, epochs=plan.epochs or plan.tokens / max(tokens, 1))
     seconds_of = _seconds(sizes, plan, tokens, supervised, tokens_per_second)
     return Estimate(
         0 if plan.online else feature_bytes(sizes.hidden, stored),
-        plan.keep_checkpoints * checkpoint_bytes(sizes.head, plan.precision),
+        plan.keep_checkpoints * checkpoint_bytes(sizes.head),
         memory_bytes(sizes, plan),
         *seconds_of,
     )
@@ -106,9 +108,9 @@ def feature_bytes(hidden: int, tokens: int) -> int:
     return tokens * (2 * 4 * hidden + ARGMAX_BYTES)
 
 
-def checkpoint_bytes(head: int, precision: str) -> int:
-    """fp32 weights and AdamW's two moments, and the bf16 weights if they are another copy."""
-    return head * (12 + (2 if precision == "bf16" else 0))
+def checkpoint_bytes(head: int) -> int:
+    """fp32 weights and AdamW's two moments (train/engine_state.py)."""
+    return 12 * head
 
 
 def memory_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
@@ -116,7 +118,7 @@ def memory_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
     width, shards = BYTES[plan.precision], plan.processes
     weights = sizes.head * width / (shards if plan.zero_stage >= 3 else 1)
     gradients = sizes.head * width / (shards if plan.zero_stage >= 2 else 1)
-    state = sizes.head * (8 + (4 if plan.precision == "bf16" else 0)) / (shards if plan.zero_stage >= 1 else 1)
+    state = sizes.head * (8 + (0 if plan.precision == "fp32" else 4)) / (shards if plan.zero_stage >= 1 else 1)
     per_row = 14 * sizes.hidden + 4 * sizes.intermediate + 4 * sizes.attention
     scores = sizes.heads * min(plan.max_length, plan.micro_batch_tokens) * 4
     logits = 3 * 4 * (sizes.lm_head // sizes.hidden)  # scores, softmax and its gradient in fp32
@@ -143,7 +145,7 @@ def _seconds(sizes: Sizes, plan: Plan, tokens: int, supervised: int, given: floa
     if given is not None:
         rate, source = given, "given with --tokens-per-second"
     else:
-        measured = matrix_rate(torch.bfloat16 if plan.precision == "bf16" else torch.float32)
+        measured = matrix_rate(torch.float32 if plan.precision == "fp32" else torch.bfloat16)
         work = work_per_token(sizes, plan, supervised / max(tokens, 1))
         rate = measured * EFFICIENCY * plan.processes / work
         device = "this GPU" if torch.cuda.is_available() else f"{torch.get_num_threads()} thread(s) of this CPU"

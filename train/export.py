@@ -22,8 +22,10 @@ class ExportError(RuntimeError):
     """One sentence: what is missing and what to do."""
 
 
-def export(run: Path, out: Path, target: Path | None = None) -> Path:
+def export(run: Path, out: Path, target: Path | None = None, which: str = "best") -> Path:
     """Write the head of `run` to `out` in bf16 (float16 for a float16 target) -> `out`. An earlier export there is replaced.
+
+    `which`: "best" by held-out accept length (the last one of a run that held no rows out), or "last".
 
     Raises ExportError when the run is not finished or its weights are not finite, DraftHeadError when the result would not fit the target.
     """
@@ -32,6 +34,8 @@ def export(run: Path, out: Path, target: Path | None = None) -> Path:
     from train.layouts import read_checkpoint
 
     head = run / "head"
+    if which == "best" and (run / "best" / "best.json").exists() and head.exists():
+        head = run / "best"
     if not (head / "model.safetensors").exists():
         raise ExportError(f"{run} holds no finished head; run train/draft_head.py to its end first.")
     target = target or Path(json.loads((head / "target.json").read_text())["target"])
@@ -65,15 +69,19 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n  python train/export.py --to sglang --run .cache/quick/run --out .cache/quick/head\n"
+        "  python train/export.py --run .cache/quick/run --out last-head --which last\n"
         "  python -m sglang.launch_server ... --speculative-algorithm TALON --speculative-draft-model-path .cache/quick/head",
     )
     parser.add_argument("--run", type=Path, required=True, help="the recipe's output_dir")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--to", choices=("sglang",), default="sglang", help="whose layout to write")
+    parser.add_argument(
+        "--which", choices=("best", "last"), default="best", help="best by held-out accept length (default), or as training ended"
+    )
     parser.add_argument("--target", type=Path, help="folder of the target model (default: the one it was trained on)")
     args = parser.parse_args()
     try:
-        print(export(args.run, args.out, args.target))
+        print(export(args.run, args.out, args.target, args.which))
     except (ExportError, OSError, ValueError) as error:
         sys.exit(f"export: {error}")
 

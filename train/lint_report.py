@@ -65,9 +65,8 @@ def sentence(finding) -> str:
     lines.append(f"disk: {kept}, {plan.keep_checkpoints} checkpoints {size(found.checkpoints_disk)}")
     parts = ", ".join(f"{name} {size(count)}" for name, count in found.memory.items())
     lines.append(f"memory of each of {plan.processes} process(es): {size(sum(found.memory.values()))} ({parts})")
-    lines.append(
-        f"time: {duration(found.seconds)} for {plan.epochs} epoch(s) at {found.tokens_per_second:,.0f} tokens/s ({found.rate_from})"
-    )
+    length = f"{plan.epochs} epoch(s)" if plan.epochs else f"{plan.tokens:,} tokens"
+    lines.append(f"time: {duration(found.seconds)} for {length} at {found.tokens_per_second:,.0f} tokens/s ({found.rate_from})")
     return "\n".join(lines)
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train import memory
-from train.batches import plan_epoch
 from train.decoder import FAMILIES
 from train.facts import count_parameters, target_config
 from train.foreign_start import foreign_start
 from train.head import HeadConfig, default_aux_layers
 from train.memory import Memory, Shape
 from train.recipe import Recipe, RecipeError
+from train.schedule import make_schedule
 
 GIB = 2**30
 WORLDS = (1, 8)
@@ -44,11 +44,8 @@ class Plan:
     checkpoints_disk: float
     head_parameters: tuple[int, int]  # trained, frozen
     target_parameters: int
+    tokens: int  # of the whole run
     hours: float | None
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.rows.lengths)
 
 
 def dry_run(recipe: Recipe, facts: Path | None = None, worlds: tuple[int, ...] = WORLDS) -> None:
@@ -125,18 +122,18 @@ def make_plan(recipe: Recipe, config, head: HeadConfig, rows: Rows, worlds: tupl
         head.hidden_size, head.intermediate_size, head.num_attention_heads, head.num_key_value_heads, head.head_dim, head.draft_vocab_size
     )
     queries = padded * min(1.0, rows.share)
-    activations = memory.saved_activations(shape, settings.precision, padded, queries, longest, settings.ttt_steps)
+    recomputed = settings.activation_checkpointing
+    activations = memory.saved_activations(shape, settings.precision, padded, queries, longest, settings.ttt_steps, recomputed)
     activations += memory.working_activations(shape, queries, longest)
     resident = b * (everything if recipe.features.mode == "online" else kept)
-    steps, use = {}, {}
+    steps, use, tokens = {}, {}, 0
     for processes in worlds:
         parts = processes * settings.gradient_accumulation
-        steps[processes] = sum(
-            len(plan_epoch(rows.lengths, settings.micro_batch_tokens, parts, settings.seed, epoch)) for epoch in range(settings.epochs)
-        )
-        states = memory.head_states(trained, frozen, settings.precision, settings.zero_stage, processes)
+        schedule = make_schedule(rows.lengths, settings, parts)
+        steps[processes], tokens = schedule.total, schedule.all_tokens if settings.tokens else sum(rows.lengths) * settings.epochs
+        states = memory.head_states(trained, frozen, settings.precision, settings.zero_stage, processes, settings.offload_optimizer)
         use[processes] = Memory(target_weights=resident, activations=activations, **states)
-    checkpoint = memory.checkpoint_bytes(trained, frozen, settings.precision, settings.zero_stage)
+    checkpoints = memory.checkpoint_bytes(trained) * (settings.keep_checkpoints + 1)  # the next one is written before the oldest goes
     speed = recipe.plan.tokens_per_second if recipe.plan else None
     return Plan(
         rows=rows,
@@ -144,10 +141,11 @@ def make_plan(recipe: Recipe, config, head: HeadConfig, rows: Rows, worlds: tupl
         memory=use,
         feature_pass=b * everything,
         cache_disk=memory.feature_bytes_per_token(head.hidden_size) * sum(rows.lengths),
-        checkpoints_disk=checkpoint * (settings.keep_checkpoints + 1) + 4 * (trained + frozen),
+        checkpoints_disk=checkpoints + 2 * 4 * (trained + frozen),  # and the best and the last head in fp32
         head_parameters=(trained, frozen),
         target_parameters=everything,
-        hours=sum(rows.lengths) * settings.epochs / speed / 3600 if speed else None,
+        tokens=tokens,
+        hours=tokens / speed / 3600 if speed else None,
     )
 
 
@@ -202,9 +200,9 @@ def describe(recipe: Recipe, plan: Plan, config, head: HeadConfig, target: str) 
         "target": f"{plan.target_parameters / 1e9:.2f} B parameters, {target}",
         "head": f"{trained / 1e6:.0f} M parameters trained, {frozen / 1e6:.0f} M frozen, aux layers {', '.join(map(str, head.aux_layers))}",
         "draft vocabulary": f"{head.draft_vocab_size} of {config.vocab_size} tokens",
-        "rows": f"{len(plan.rows.lengths)} with {plan.tokens} tokens, {plan.rows.share:.0%} carry loss, {plan.rows.origin}",
-        "tokens": f"{plan.tokens * settings.epochs} in {settings.epochs} epochs",
-        "engine": f"ZeRO-{settings.zero_stage}, {settings.precision}, {settings.ttt_steps} test steps, "
+        "rows": f"{len(plan.rows.lengths)} with {sum(plan.rows.lengths)} tokens, {plan.rows.share:.0%} carry loss, {plan.rows.origin}",
+        "tokens": f"{plan.tokens} in {settings.epochs} epochs" if settings.epochs else f"{plan.tokens}, as given in `train.tokens`",
+        "engine": f"ZeRO-{settings.zero_stage}, {settings.precision}, {settings.ttt_steps} test steps, loss {settings.loss}, "
         f"{settings.micro_batch_tokens} tokens x {settings.gradient_accumulation} per process and step",
         "disk": (f"features none (mode cache: {size(plan.cache_disk)})" if online else f"features {size(plan.cache_disk)}")
         + f", checkpoints and head {size(plan.checkpoints_disk)}",
@@ -219,6 +217,7 @@ def describe(recipe: Recipe, plan: Plan, config, head: HeadConfig, target: str) 
         text = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
         lines[f"{processes} process" + "es" * (processes > 1)] = (
             f"{plan.steps[processes]} steps; memory each about {size(use.total)} ({text})"
+            + (f", and {size(use.host)} of the host's" if use.host else "")
         )
     if not online:
         lines["feature pass"] = f"before training, the whole target: {size(plan.feature_pass)} each, and its activations"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from train.paths import REPO, cache_dir
 
@@ -79,7 +80,10 @@ class HeadSettings(Strict):
 class TrainSettings(Strict):
     ttt_steps: int = Field(7, ge=1)
     ttt_decay: float = Field(0.8, gt=0, le=1)
-    epochs: int = Field(ge=1)
+    loss: Literal["soft_ce", "kl", "tv", "lk"] = "soft_ce"  # see train/losses.py
+    tokens: int | None = Field(None, ge=1)  # how long to train: so many tokens, or
+    epochs: int | None = Field(None, ge=1, validate_default=True)  # so many passes
+    packing: bool = False  # several short conversations in one row
     micro_batch_tokens: int = Field(ge=16)  # padded tokens per process and forward
     gradient_accumulation: int = Field(1, ge=1)
     max_length: int = Field(2048, ge=8)
@@ -89,14 +93,39 @@ class TrainSettings(Strict):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0)
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
     zero_stage: Literal[0, 1, 2, 3] = 1
+    offload_optimizer: bool = False  # to the host's memory: optimizer state and its step (ZeRO 1 to 3)
+    offload_param: bool = False  # to the host's memory: weights that are not in use (ZeRO-3)
+    activation_checkpointing: bool = False  # compute each test step again in the backward pass instead of keeping its activations
     held_out: float = Field(0.05, ge=0, lt=1)
     seed: int = 0
     log_every: int = Field(10, ge=1)
     eval_every: int = Field(200, ge=1)
     save_every: int = Field(200, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
+    tree_rows: int = Field(8, ge=0)  # held-out rows on which each evaluation grows TALON trees
+    wandb: str | None = None  # project to log to as well, with the package wandb
+
+    @field_validator("epochs")
+    @classmethod
+    def _one_length(cls, epochs: int | None, info):
+        tokens = info.data.get("tokens")
+        if epochs is None and tokens is None:
+            raise PydanticCustomError("missing", "epochs or tokens must be given")
+        if epochs is not None and tokens is not None:
+            raise ValueError(f"tokens is {tokens} as well; give one of the two")
+        return epochs
+
+    @model_validator(mode="after")
+    def _engine(self):
+        if self.zero_stage == 0 and self.precision != "fp32":
+            raise ValueError(f"precision {self.precision} needs fp32 master weights, which zero_stage 0 has not; use zero_stage 1")
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
+        if self.offload_param and self.zero_stage != 3:
+            raise ValueError(f"offload_param needs zero_stage 3, not {self.zero_stage}")
+        return self
 
 
 class PlanSettings(Strict):

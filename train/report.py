@@ -1,24 +1,37 @@
-"""Progress on the console, metrics.jsonl and TensorBoard. Only the first process writes.
+"""Progress on the console, metrics.jsonl, TensorBoard and, if asked for, Weights & Biases. Only the first process writes.
 
 Shape suffix: K training-time-test steps.
 """
 
+import importlib.util
 import json
+import resource
+import sys
 import time
+import uuid
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from train.evaluation import HeldOut
 from train.progress import progress_bar
+from train.recipe import Recipe, RecipeError
 from train.world import World
 
 
-class Reporter:
-    """Collects optimiser steps and writes one row per `every` of them. Rows beyond the resumed step are dropped first."""
+def check_trackers(recipe: Recipe) -> None:
+    """Raises RecipeError when the recipe asks for a tracker that is not installed."""
+    if recipe.train.wandb and importlib.util.find_spec("wandb") is None:
+        raise RecipeError(f"`train.wandb` is {recipe.train.wandb!r}, but the package wandb is not installed; pip install wandb first.")
 
-    def __init__(self, run, world: World, done: int, total: int, every: int):
-        self.run, self.first, self.done, self.total, self.every = run, world.first, done, total, every
-        self.sums, self.tokens, self.seconds = None, 0, 0.0
+
+class Reporter:
+    """Collects optimiser steps and writes one row per `log_every` of them. Rows beyond the resumed step are dropped first."""
+
+    def __init__(self, run, recipe: Recipe, world: World, done: int, total: int):
+        self.run, self.recipe, self.world, self.done, self.total = run, recipe, world, done, total
+        self.first, self.every = world.first, recipe.train.log_every
+        self.sums, self.tokens, self.seconds, self.text, self.wandb = None, 0, 0.0, "", None
 
     def __enter__(self):
         if self.first:
@@ -28,6 +41,8 @@ class Reporter:
             path.write_text("".join(line + "\n" for line in kept))
             self.file = open(path, "a")
             self.board = SummaryWriter(self.run.folder / "tensorboard", purge_step=self.done + 1)
+            if self.recipe.train.wandb:
+                self.wandb = _start_wandb(self.recipe, self.run.folder)
             self.bar = progress_bar("training steps", self.total, self.done)
             self.advance = self.bar.__enter__()
         return self
@@ -36,46 +51,77 @@ class Reporter:
         if self.first:
             self.file.close()
             self.board.close()
+            if self.wandb:
+                self.wandb.finish()
             return self.bar.__exit__(*error)
 
-    def train(self, step: int, sums_3K: torch.Tensor, rate: float, tokens: int, seconds: float) -> None:
-        """`sums_3K`: loss, hits and positions per training-time-test step, summed over the optimiser step."""
-        self.sums = sums_3K if self.sums is None else self.sums + sums_3K
+    def train(self, step: int, table_5K: torch.Tensor, rate: float, tokens: int, seconds: float) -> None:
+        """`table_5K`: see `StepSums.table`, summed over the optimiser step; `tokens`: of all processes."""
+        self.sums = table_5K if self.sums is None else self.sums + table_5K
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        text = ""
         if self.first and (step % self.every == 0 or step == self.total):
-            row = {"step": step, "learning_rate": rate, **_means(self.sums), "tokens_per_second": round(self.tokens / self.seconds, 1)}
-            self._write(row)
-            text = f"loss {row['loss'][0]:.3f}, accuracy by depth {_percent(row['accuracy'])}, {row['tokens_per_second']:.0f} tokens/s"
+            speed = round(self.tokens / self.seconds, 1)
+            row = {"step": step, "learning_rate": rate, **_means(self.sums), "tokens_per_second": speed}
+            self._write({**row, "memory_gib": round(peak_memory(self.world.device) / 2**30, 3)})
+            self.text = f"loss {row['loss'][0]:.3f}, accuracy by depth {_percent(row['accuracy'])}, {speed:.0f} tokens/s"
         if step % self.every == 0:
             self.sums, self.tokens, self.seconds = None, 0, 0.0
         if self.first:
-            self.text = text or getattr(self, "text", "")
             self.advance(1, self.text)
 
-    def held_out(self, step: int, sums_3K: torch.Tensor | None) -> None:
-        if self.first and sums_3K is not None:
-            means = _means(sums_3K)
-            self._write({"step": step, "held_out": True, **means})
-            print(f"held out after step {step}: loss {means['loss'][0]:.3f}, accuracy by depth {_percent(means['accuracy'])}", flush=True)
+    def held_out(self, step: int, found: HeldOut) -> None:
+        """For the first process."""
+        row = {"step": step, "held_out": True, **_means(found.table_5K)}
+        lengths = {"chain": found.chain.accept_length, "tree": found.tree.accept_length}
+        row["accept_length"] = {name: round(length, 4) for name, length in lengths.items() if length is not None}
+        self._write(row)
+        words = ", ".join(f"{name} {length:.2f}" for name, length in row["accept_length"].items())
+        print(
+            f"held out after step {step}: loss {row['loss'][0]:.3f}, accuracy by depth {_percent(row['accuracy'])}, accept length {words}",
+            flush=True,
+        )
 
     def _write(self, row: dict) -> None:
         self.file.write(json.dumps({**row, "time": round(time.time(), 1)}) + "\n")
         self.file.flush()
         part = "held_out" if row.get("held_out") else "train"
-        for name in ("loss", "accuracy"):
-            for depth, value in enumerate(row[name]):
-                self.board.add_scalar(f"{part}/{name}_{depth}", value, row["step"])
-        if "learning_rate" in row:
-            self.board.add_scalar("train/learning_rate", row["learning_rate"], row["step"])
+        scalars = {}
+        for name in ("loss", "accuracy", "conditional_accuracy"):
+            scalars |= {f"{part}/{name}_{depth}": value for depth, value in enumerate(row[name]) if value is not None}
+        scalars |= {f"{part}/accept_length_{name}": value for name, value in row.get("accept_length", {}).items()}
+        scalars |= {f"{part}/{name}": row[name] for name in ("learning_rate", "tokens_per_second", "memory_gib") if name in row}
+        for name, value in scalars.items():
+            self.board.add_scalar(name, value, row["step"])
+        if self.wandb:
+            self.wandb.log(scalars, step=row["step"])
 
 
-def _means(sums_3K: torch.Tensor) -> dict:
-    loss_K, hits_K, positions_K = sums_3K.tolist()
+def peak_memory(device: torch.device) -> int:
+    """Bytes this process had at most so far: of the GPU where there is one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _start_wandb(recipe: Recipe, folder):
+    """One wandb run for one run folder, also when training is resumed. WANDB_MODE=offline keeps it on this machine."""
+    import wandb
+
+    record = folder / "wandb-id"
+    if not record.exists():
+        record.write_text(uuid.uuid4().hex[:12])
+    settings = recipe.model_dump(mode="json")
+    return wandb.init(project=recipe.train.wandb, name=folder.name, id=record.read_text(), resume="allow", dir=str(folder), config=settings)
+
+
+def _means(table_5K: torch.Tensor) -> dict:
+    """`conditional_accuracy` at a depth is null where no position came so far."""
+    loss_K, hits_K, positions_K, reached_K, passed_K = table_5K.tolist()
     divisors = [max(count, 1) for count in positions_K]
     return {
         "loss": [round(loss / count, 5) for loss, count in zip(loss_K, divisors)],
         "accuracy": [round(hits / count, 5) for hits, count in zip(hits_K, divisors)],
+        "conditional_accuracy": [round(passed / count, 5) if count else None for passed, count in zip(passed_K, reached_K)],
     }
 
 

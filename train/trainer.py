@@ -2,6 +2,8 @@
 
 One optimiser step covers `gradient_accumulation` micro-batches in every process. Each loss is divided by the supervised positions of the
 whole step, so the gradient does not depend on how a step is cut into processes and micro-batches.
+
+Shape suffix: K training-time-test steps.
 """
 
 import math
@@ -12,26 +14,31 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoTokenizer
 
-from train.batches import BatchLoader, Plan, plan_epoch
-from train.checkpoint import RunFolder, save_final_head
+from train.batches import BatchLoader
+from train.checkpoint import Checkpoint, RunFolder, save_final_head
 from train.dataset import Dataset, FeatureSource, load_dataset
+from train.engine_state import full_weights, restore
+from train.evaluation import HeldOut, evaluate, plain_head
 from train.foreign_start import ForeignStart, foreign_start
 from train.head import Eagle3Head, HeadConfig
-from train.recipe import Recipe, TrainSettings
-from train.report import Reporter
+from train.recipe import Recipe, RecipeError, TrainSettings
+from train.report import Reporter, check_trackers
+from train.schedule import Schedule, make_schedule
 from train.target import FrozenTarget
 from train.ttt import DraftTarget, TTTModel
+from train.vocab import DraftVocab
 from train.warm_start import random_start, warm_start
 from train.world import World, join_world, sum_over_world
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Job:
-    """Everything the loop works with."""
+    """Everything the loop works with. `done`: optimiser steps of earlier runs of the folder."""
 
     recipe: Recipe
     world: World
@@ -39,37 +46,48 @@ class Job:
     loader: BatchLoader
     held_out: BatchLoader
     target: DraftTarget
-    parts: int  # micro-batches of an optimiser step
+    vocab: DraftVocab
+    schedule: Schedule
     dtype: torch.dtype
-
-    def plan(self, epoch: int) -> Plan:
-        lengths = [len(chat.ids) for chat in self.loader.chats]
-        return plan_epoch(lengths, self.recipe.train.micro_batch_tokens, self.parts, self.recipe.train.seed, epoch)
+    done: int
 
 
 def train(recipe: Recipe, restart_on_change: bool = False) -> Path:
     """Run a recipe to its end, from its last checkpoint if there is one -> the folder of the finished head.
 
-    Raises RecipeError when the output folder holds a run with other settings.
+    Raises RecipeError when the output folder holds a run with other settings, or this machine cannot do what the recipe asks for.
     """
     world = join_world()
+    check_trackers(recipe)
+    check_machine(recipe.train, world)
     config = AutoConfig.from_pretrained(recipe.target)
     recipe, start = foreign_start(recipe, config)
     data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), config.vocab_size)
     if start:
         data.vocab = start.vocabulary(data.train)
     run = RunFolder(recipe.output_dir, world)
-    run.claim(recipe, data.fingerprint(), restart_on_change)
+    recipe = run.claim(recipe, data.fingerprint(), restart_on_change)
     if run.finished:
         if world.first:
             print(f"{run.head} is up to date", flush=True)
         return run.head
-    job = _set_up(recipe, world, data, start)
+    schedule = make_schedule([len(chat.ids) for chat in data.train], recipe.train, world.size * recipe.train.gradient_accumulation)
+    job = _set_up(recipe, world, data, start, schedule, run.load())
     if world.first:
-        print(f"{data.notes}\n{_describe(recipe, data, world.size)}", flush=True)
+        print(f"{data.notes}\n{_describe(job, data)}", flush=True)
     _loop(job, run)
     save_final_head(job.engine, recipe, data.vocab, run, world)
     return run.head
+
+
+def check_machine(settings: TrainSettings, world: World) -> None:
+    """Raises RecipeError for what DeepSpeed would refuse later, or accept and not do."""
+    if world.device.type == "cpu":
+        for name in ("offload_optimizer", "offload_param"):
+            if getattr(settings, name):
+                raise RecipeError(f"`train.{name}` is true, but there is no GPU here: everything is in the host's memory; set it to false.")
+    if settings.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise RecipeError("`train.precision` is 'fp16', which DeepSpeed does not support on this device; use bf16 or fp32.")
 
 
 def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
@@ -83,13 +101,19 @@ def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
 
 def deepspeed_config(settings: TrainSettings, world_size: int) -> dict:
     """The part of the recipe that is DeepSpeed's business. Micro-batches have a token budget: DeepSpeed's row count is nominal."""
+    zero: dict = {"stage": settings.zero_stage}
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(settings, name):
+            zero[name] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": settings.gradient_accumulation,
         "train_batch_size": settings.gradient_accumulation * world_size,
         "gradient_clipping": settings.clip,
         "bf16": {"enabled": settings.precision == "bf16"},
-        "zero_optimization": {"stage": settings.zero_stage},
+        # A loss scale that starts at 2^14, halves on overflow at once and doubles after 1000 good steps.
+        "fp16": {"enabled": settings.precision == "fp16", "initial_scale_power": 14, "loss_scale_window": 1000, "hysteresis": 1},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no C++ build
         "steps_per_print": 10**9,
@@ -97,7 +121,9 @@ def deepspeed_config(settings: TrainSettings, world_size: int) -> dict:
     }
 
 
-def _set_up(recipe: Recipe, world: World, data: Dataset, start: ForeignStart | None) -> Job:
+def _set_up(
+    recipe: Recipe, world: World, data: Dataset, start: ForeignStart | None, schedule: Schedule, checkpoint: Checkpoint | None
+) -> Job:
     settings, dtype = recipe.train, DTYPES[recipe.train.precision]
     target = FrozenTarget.load(recipe.target, dtype, world.device, recipe.head.aux_layers)
     source = FeatureSource(target, recipe.features.folder if recipe.features.mode == "cache" else None)
@@ -116,13 +142,9 @@ def _set_up(recipe: Recipe, world: World, data: Dataset, start: ForeignStart | N
     )
     if source.store:  # every layer of the target has done its work
         target.model.model.layers = torch.nn.ModuleList()
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
-    engine, *_ = deepspeed.initialize(
-        model=TTTModel(head, settings.ttt_decay), optimizer=optimizer, config=deepspeed_config(settings, world.size)
-    )
+    engine = _engine(head, settings, world, checkpoint)
     loaders = [BatchLoader(chats, source.get, settings.ttt_steps) for chats in (data.train, data.held_out)]
-    return Job(recipe, world, engine, *loaders, draft_target, world.size * settings.gradient_accumulation, dtype)
+    return Job(recipe, world, engine, *loaders, draft_target, data.vocab, schedule, dtype, checkpoint.step if checkpoint else 0)
 
 
 def _new_head(recipe: Recipe, target: FrozenTarget, data: Dataset) -> Eagle3Head:
@@ -134,73 +156,80 @@ def _new_head(recipe: Recipe, target: FrozenTarget, data: Dataset) -> Eagle3Head
     return head
 
 
+def _engine(head: Eagle3Head, settings: TrainSettings, world: World, checkpoint: Checkpoint | None):
+    """DeepSpeed around the head. A checkpoint's weights go in first, so that DeepSpeed's own copies are made from them."""
+    if checkpoint:
+        with torch.no_grad():
+            for name, parameter in head.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(checkpoint.tensors[f"weight/{name}"])
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
+    model = TTTModel(head, settings.ttt_decay, settings.loss, settings.activation_checkpointing)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(settings, world.size))
+    if checkpoint:
+        restore(engine, checkpoint.tensors, checkpoint.facts)
+    return engine
+
+
 def _loop(job: Job, run: RunFolder) -> None:
-    settings = job.recipe.train
-    per_epoch = [len(job.plan(epoch)) for epoch in range(settings.epochs)]
-    total = sum(per_epoch)
-    done = run.load(job.engine)
-    with Reporter(run, job.world, done, total, settings.log_every) as reporter:
+    settings, total = job.recipe.train, job.schedule.total
+    with Reporter(run, job.recipe, job.world, job.done, total) as reporter:
         first_step = 0
-        for epoch in range(settings.epochs):
-            if done < first_step + per_epoch[epoch]:
-                for number, step in enumerate(job.plan(epoch), first_step + 1):
-                    if number > done:
-                        _train_step(job, step, number, total, reporter)
+        for epoch, steps in enumerate(job.schedule.per_epoch):
+            if job.done < first_step + steps:
+                for number, step in enumerate(job.schedule.epoch(epoch), first_step + 1):
+                    if number > job.done:
+                        _train_step(job, step, number, reporter)
                         last = number == total
                         if last or number % settings.eval_every == 0:
-                            reporter.held_out(number, evaluate(job))
+                            _held_out(job, run, number, reporter)
                         if last or number % settings.save_every == 0:
                             run.save(job.engine, number, settings.keep_checkpoints)
-            first_step += per_epoch[epoch]
+            first_step += steps
 
 
-def _train_step(job: Job, step: list[list[int]], number: int, total: int, reporter: Reporter) -> None:
+def _train_step(job: Job, step: list, number: int, reporter: Reporter) -> None:
     """One optimiser step: this process takes every world-size-th micro-batch."""
-    rate = learning_rate(job.recipe.train, number - 1, total)
+    rate = learning_rate(job.recipe.train, number - 1, job.schedule.total)
     for group in job.engine.optimizer.param_groups:
         group["lr"] = rate
     counts_K = job.loader.counts(step)
-    start, sums, tokens = time.monotonic(), None, 0
+    start, sums = time.monotonic(), None
     for rows in step[job.world.rank :: job.world.size]:
         batch = job.loader.batch(rows).to(job.world.device, job.dtype)
-        loss, part = job.engine(batch, job.target, counts_K.to(job.world.device))
+        loss, table_5K = job.engine(batch, job.target, counts_K.to(job.world.device))
         # DeepSpeed averages over processes and accumulation steps; the counts already cover them all.
-        job.engine.backward(loss * job.parts)
+        job.engine.backward(loss * job.schedule.parts)
         job.engine.step()
-        table = torch.stack([part.loss_K, part.hits_K, part.positions_K]).float()
-        sums = table if sums is None else sums + table
-        tokens += sum(len(job.loader.chats[row].ids) for row in rows)
-    reporter.train(number, sum_over_world(sums), rate, tokens * job.world.size, time.monotonic() - start)
+        sums = table_5K if sums is None else sums + table_5K
+    reporter.train(number, sum_over_world(sums), rate, job.schedule.tokens(step), time.monotonic() - start)
 
 
-@torch.no_grad()
-def evaluate(job: Job) -> torch.Tensor | None:
-    """Loss, hits and positions summed over the held-out rows [3, K]; None without such rows. Changes nothing in the training state."""
-    chats = job.held_out.chats
-    if len(chats) < job.world.size:
-        return None
-    plan = plan_epoch([len(chat.ids) for chat in chats], job.recipe.train.micro_batch_tokens, job.world.size, 0, 0)
-    module, was_training = job.engine.module, job.engine.module.training
-    module.eval()
-    sums = torch.zeros(3, job.recipe.train.ttt_steps, device=job.world.device)
-    for step in plan:
-        batch = job.held_out.batch(step[job.world.rank]).to(job.world.device, job.dtype)
-        _, part = module(batch, job.target, torch.ones(job.recipe.train.ttt_steps, device=job.world.device))
-        sums += torch.stack([part.loss_K, part.hits_K, part.positions_K]).float()
-    module.train(was_training)
-    return sum_over_world(sums)
+def _held_out(job: Job, run: RunFolder, number: int, reporter: Reporter) -> None:
+    """Evaluate, report, and keep the head if it is the best so far. Changes nothing in the training state."""
+    if not job.held_out.chats:
+        return
+    world, settings = job.world, job.recipe.train
+    weights = full_weights(job.engine)
+    head = plain_head(job.engine.module.head, weights, world.device, job.dtype)
+    share = evaluate(head, job.held_out, job.target, settings, world.device, job.dtype, world.rank, world.size)
+    found = HeldOut.of_flat(sum_over_world(share.flat()))
+    if world.first:
+        reporter.held_out(number, found)
+        if found.chain.rounds:
+            run.keep_best(weights, head.config.to_json(), job.vocab, job.recipe.target, number, found.chain.accept_length)
+    dist.barrier()
 
 
-def _describe(recipe: Recipe, data: Dataset, world_size: int) -> str:
-    settings = recipe.train
-    lengths = [len(chat.ids) for chat in data.train]
-    parts = world_size * settings.gradient_accumulation
-    steps = sum(len(plan_epoch(lengths, settings.micro_batch_tokens, parts, settings.seed, epoch)) for epoch in range(settings.epochs))
-    vocab, supervised = data.vocab, sum(chat.predicted for chat in data.train)
+def _describe(job: Job, data: Dataset) -> str:
+    settings, schedule, vocab = job.recipe.train, job.schedule, data.vocab
+    lengths, supervised = schedule.lengths, sum(chat.predicted for chat in data.train)
+    zero = f"ZeRO-{settings.zero_stage}, {settings.precision}, {settings.ttt_steps} test steps, loss {settings.loss}"
     plan = {
-        "rows": f"{len(data.train)} for training ({sum(lengths)} tokens, {supervised} supervised), {len(data.held_out)} held out",
+        "rows": f"{len(lengths)} for training ({sum(lengths)} tokens, {supervised} supervised), {len(data.held_out)} held out",
         "draft vocabulary": f"{len(vocab.ids_Vd)} of {vocab.target_size} tokens, {vocab.coverage:.2%} of the answers' tokens",
-        "steps": f"{steps} in {settings.epochs} epochs, up to {settings.micro_batch_tokens * parts} tokens each",
-        "engine": f"{world_size} process(es), ZeRO-{settings.zero_stage}, {settings.precision}, {settings.ttt_steps} test steps",
+        "steps": f"{schedule.total} in {len(schedule.per_epoch)} epochs, up to {schedule.budget * schedule.parts} tokens each",
+        "engine": f"{job.world.size} process(es), {settings.gradient_accumulation} micro-batch(es) each and step, {zero}",
     }
     return "\n".join(f"{name:>17}: {text}" for name, text in plan.items())

@@ -18,7 +18,7 @@ class Talon:
         self.name = f"talon:{nodes},{width},{cap},{gate:g}"
 
     def draft(self, rounds: DraftRounds) -> list[Draft]:
-        trees = TreeBatch(rounds.batch, self.config)
+        trees = TreeBatch(rounds.batch, self.config, rounds.draft_ids_V.device)
         if trees.num_lanes:
             trees.expand(rounds.root_log_probs())
         lanes_B = []

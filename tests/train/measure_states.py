@@ -60,4 +60,6 @@ def measure(precision: str, stage: int) -> dict:
 if __name__ == "__main__":
     deepspeed.utils.logger.setLevel(logging.ERROR)
     join_world()
-    print("\n" + json.dumps([measure(precision, stage) for precision in ("fp32", "bf16") for stage in range(4)]))
+    cases = [(precision, stage) for precision in ("fp32", "bf16") for stage in range(4)]
+    cases.remove(("bf16", 0))  # no fp32 masters: the recipe refuses it
+    print("\n" + json.dumps([measure(precision, stage) for precision, stage in cases]))

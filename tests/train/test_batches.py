@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from train.batches import make_batch, plan_epoch, supervised_counts
+from train.batches import make_batch, supervised_counts
 from train.features import Features
 from train.masks import Encoded, supervised_steps
 
@@ -46,19 +46,35 @@ def test_span_rule_counts_and_indices_equal_brute_force(seed):
     assert batch.final_PH[:, 0].tolist() == batch.argmax_P.tolist()
 
 
-@pytest.mark.parametrize("rows,budget,parts", [(1, 50, 1), (7, 64, 2), (100, 300, 1), (101, 300, 3), (64, 16, 4), (33, 10_000, 4)])
-def test_plan_takes_every_row_once_within_the_budget(rows, budget, parts):
-    rng = random.Random(rows)
-    lengths = [rng.randint(2, 90) for _ in range(rows)]
-    for epoch in range(3):
-        plan = plan_epoch(lengths, budget, parts, 0, epoch)
-        assert sorted(row for step in plan for part in step for row in part) == list(range(rows))
-        assert all(len(step) == parts and all(step) for step in plan)
-        over = [part for step in plan for part in step if len(part) > 1 and len(part) * max(lengths[row] for row in part) > budget]
-        assert len(over) <= parts * parts  # only where the tail that could not feed every process was spread
-    assert plan == plan_epoch(lengths, budget, parts, 0, 2) and (rows < 20 or plan != plan_epoch(lengths, budget, parts, 0, 1))
+@pytest.mark.parametrize("seed", range(30))
+def test_a_packed_row_holds_what_its_chats_hold_alone(seed):
+    """Every query of a packed batch: the same tokens, positions, features and targets as in a batch of its own."""
+    rng, steps = random.Random(seed), 4
+    chats = [random_chat(rng) for _ in range(5)]
+    chats = [chat for chat in chats if supervised_counts([chat], 1).item()] or [Encoded([1, 2, 3, 4], [(1, 4)])]
+    features = [Features(torch.randn(chat.useful_length, 8), torch.randint(50, (chat.useful_length,))) for chat in chats]
+    order = rng.sample(range(len(chats)), len(chats))
+    cut = rng.randint(0, len(chats))
+    rows = [row for row in (order[:cut], order[cut:]) if row]
+    packed = make_batch(chats, features, steps, rows)
+    assert packed.ids_BT.shape == (len(rows), max(sum(len(chats[i].ids) for i in row) for row in rows))
+    for b, row in enumerate(rows):
+        found = list(queries(packed, b))
+        expected = [query for i in row for query in queries(make_batch([chats[i]], [features[i]], steps), 0)]
+        assert len(found) == len(expected)
+        for (ours, our_tensors), (theirs, their_tensors) in zip(found, expected):
+            assert ours == theirs and all(map(torch.equal, our_tensors, their_tensors))
 
 
-def test_plan_refuses_fewer_rows_than_parts():
-    with pytest.raises(ValueError, match="2 training rows cannot feed 3"):
-        plan_epoch([5, 5], 100, 3, 0, 0)
+def queries(batch, b):
+    """Of each query row: its position, the step-0 inputs of its chat up to it, and per step what it reads and predicts."""
+    for q, row in enumerate(batch.rows_BQ[b].tolist()):
+        wanted_K = batch.wanted_KBQ[:, b, q].tolist()
+        if max(wanted_K) < 0:
+            continue
+        position = int(batch.positions_BT[b, row])
+        first = row - position
+        tensors = [batch.ids_BT[b, first + 1 : row + 2], batch.features_BTF[b, first : row + 1]]
+        read = [int(batch.ids_BT[b, row + 1 + k]) for k, wanted in enumerate(wanted_K) if wanted >= 0]
+        tensors += [batch.final_PH[wanted] for wanted in wanted_K if wanted >= 0]
+        yield (position, read, [int(batch.argmax_P[wanted]) for wanted in wanted_K if wanted >= 0]), tensors

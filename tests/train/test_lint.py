@@ -155,7 +155,7 @@ def test_estimates_of_weights_and_files_are_exact(tmp_path):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     moments = sum(s[name].numel() * 4 for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-    assert checkpoint_bytes(sizes.head, "fp32") == moments + 4 * sizes.head
+    assert checkpoint_bytes(sizes.head) == moments + 4 * sizes.head
     assert memory_bytes(sizes, Plan(20, precision="fp32"))["optimizer"] == moments
 
 

@@ -1,8 +1,10 @@
 import pytest
+import torch
 import yaml
 
 from train.recipe import RecipeError, load_recipe
-from train.trainer import learning_rate
+from train.trainer import check_machine, deepspeed_config, learning_rate
+from train.world import World
 
 RECIPES = "recipes"
 
@@ -30,7 +32,10 @@ def change(raw, section, name, value):
     [
         ("train", "learning_rat", 1e-3, r"`train.learning_rat` is not a field"),
         ("train", "epochs", 0, r"`train.epochs` is 0: "),
-        ("train", "precision", "fp16", r"`train.precision` is 'fp16': "),
+        ("train", "precision", "fp64", r"`train.precision` is 'fp64': "),
+        ("train", "loss", "mse", r"`train.loss` is 'mse'"),
+        ("train", "tokens", 1000, r"`train.epochs` is 2: tokens is 1000 as well; give one of the two"),
+        ("train", "offload_param", True, r"`train` is .*offload_param needs zero_stage 3, not 1"),
         ("answers", "samples_per_prompt", 2, r"`answers` is .*needs a temperature above 0"),
         ("features", "mode", "disk", r"`features.mode` is 'disk'"),
         ("head", "aux_layers", [1, 2], r"`head.aux_layers"),
@@ -74,3 +79,37 @@ def test_learning_rate_warms_up_and_decays(repo_root):
 def test_a_random_lm_head_must_be_trained(repo_root):
     with pytest.raises(RecipeError, match="train_lm_head false needs warm_start true"):
         load_recipe(repo_root / RECIPES / "smollm2-135m-cpu-quick.yaml", ["head.warm_start=false"])
+
+
+@pytest.mark.parametrize(
+    "sets, message",
+    [
+        (["train.precision=bf16", "train.zero_stage=0"], "precision bf16 needs fp32 master weights, which zero_stage 0 has not"),
+        (["train.offload_optimizer=true", "train.zero_stage=0"], "offload_optimizer needs zero_stage 1, 2 or 3"),
+        (["train.epochs=null"], "`train.epochs` is missing"),
+    ],
+)
+def test_settings_that_do_not_go_together(repo_root, sets, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(repo_root / RECIPES / "smollm2-135m-cpu-quick.yaml", sets)
+
+
+def test_what_deepspeed_is_told(repo_root):
+    """DeepSpeed's own parser takes the config, and reads from it what the recipe says."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    path = repo_root / RECIPES / "smollm2-135m-cpu-quick.yaml"
+    sets = ["train.zero_stage=3", "train.offload_optimizer=true", "train.offload_param=true", "train.precision=fp16"]
+    config = deepspeed_config(load_recipe(path, sets).train, 8)
+    zero = DeepSpeedZeroConfig(**config["zero_optimization"])
+    assert zero.stage == 3 and zero.offload_optimizer.device == zero.offload_param.device == "cpu"
+    assert config["fp16"]["enabled"] and not config["bf16"]["enabled"] and config["train_batch_size"] == 8
+    assert deepspeed_config(load_recipe(path).train, 1)["zero_optimization"] == {"stage": 1}
+
+
+def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(repo_root):
+    world = World(0, 1, torch.device("cpu"))
+    path = repo_root / RECIPES / "smollm2-135m-cpu-quick.yaml"
+    with pytest.raises(RecipeError, match="`train.offload_optimizer` is true, but there is no GPU here"):
+        check_machine(load_recipe(path, ["train.offload_optimizer=true"]).train, world)
+    check_machine(load_recipe(path, ["train.precision=bf16"]).train, world)

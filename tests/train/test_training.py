@@ -1,4 +1,4 @@
-"""The real driver with the real DeepSpeed on a toy: resume, ZeRO stages, one and two processes, export."""
+"""The real driver with the real DeepSpeed on a toy: resume, ZeRO stages, one and two processes, precisions, best, export."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from train.head import load_head
 from train.reference import ReferenceHead
 
 pytestmark = pytest.mark.slow
+MEASURED = ("time", "tokens_per_second", "memory_gib")
 WORDS = "the river runs past a mill where grain is ground and bread is baked each morning for the town".split()
 
 
@@ -77,7 +78,7 @@ def head(toy, name):
 
 def metrics(toy, name):
     rows = [json.loads(line) for line in (toy / name / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_second")} for row in rows]
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +121,109 @@ def test_a_frozen_lm_head_stays_the_targets_and_the_rest_learns(toy, repo_root):
     assert not torch.equal(state["norm.weight"], target["model.norm.weight"])
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_stages_and_two_processes_learn_the_same_head(toy, repo_root, stage):
-    """Two processes and two accumulation steps in one process cut the same steps differently: the same head comes out."""
-    short = ["train.epochs=1", f"train.zero_stage={stage}", "train.held_out=0"]
-    run(repo_root, toy, f"one-{stage}", *short, "train.gradient_accumulation=2", processes=1)
-    run(repo_root, toy, f"two-{stage}", *short, processes=2)
-    one, two = head(toy, f"one-{stage}"), head(toy, f"two-{stage}")
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-4, msg=name)
-    losses = [[row["loss"] for row in metrics(toy, f"{name}-{stage}")] for name in ("one", "two")]
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-3)
+SHORT = ["train.epochs=1", "train.micro_batch_tokens=120", "train.eval_every=4", "train.save_every=2", "train.gradient_accumulation=2"]
+TWO = "train.gradient_accumulation=1"  # two processes, so that a step has two micro-batches as well
+FP16 = ["train.precision=fp16", "head.train_lm_head=false"]
+BF16 = ["train.precision=bf16", "train.packing=true", "train.loss=lk", "train.zero_stage=2"]
+IN_ONE = [
+    *(((f"one-{stage}"), [f"train.zero_stage={stage}"], None) for stage in (0, 1, 2, 3)),
+    ("recomputed", ["train.zero_stage=3", "train.activation_checkpointing=true"], None),
+    ("moved-a", ["train.zero_stage=1"], 4),
+    ("moved-b", ["train.zero_stage=3"], 4),
+    *((name, BF16, stop) for name, stop in (("bf16", None), ("bf16-cut", 4), ("bf16-cut", None))),
+    *((name, FP16, stop) for name, stop in (("fp16", None), ("fp16-cut", 4), ("fp16-cut", None))),
+    ("tokens", ["train.epochs=null", "train.tokens=700"], None),
+]
+IN_TWO = [
+    *(((f"two-{stage}"), [f"train.zero_stage={stage}", TWO], None) for stage in (1, 2, 3)),
+    ("moved-a", ["train.zero_stage=3", TWO], 8),
+    ("moved-b", ["train.zero_stage=2"], 8),  # the recipe of one process: accumulation is halved by itself
+]
+BACK_IN_ONE = [("moved-a", ["train.zero_stage=2"], None), ("moved-b", ["train.zero_stage=3"], None)]
+
+
+def run_all(toy, repo_root, name, runs, processes=1):
+    listed = [
+        {"recipe": str(toy / "recipe.yaml"), "sets": [*SHORT, f"output_dir={toy / run}", *sets], "stop": stop, "fp16": "fp16" in run}
+        for run, sets, stop in runs
+    ]
+    (toy / f"{name}.json").write_text(json.dumps(listed))
+    python = [sys.executable]
+    if processes > 1:
+        python += ["-m", "deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", str(20000 + os.getpid() % 20000)]
+    words = [*python, "tests/train/many_runs.py", str(toy / f"{name}.json")]
+    done = subprocess.run(words, cwd=repo_root, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def many(toy, repo_root):
+    """All runs of the tables above, in three processes one after the other (the second is two)."""
+    run_all(toy, repo_root, "in-one", IN_ONE)
+    run_all(toy, repo_root, "in-two", IN_TWO, processes=2)
+    run_all(toy, repo_root, "back-in-one", BACK_IN_ONE)
+
+
+def curve(toy, name):
+    """Losses by step [S, K], held-out rows included."""
+    return torch.tensor([row["loss"] for row in metrics(toy, name)])
+
+
+def same_curve(toy, name, other, tolerance):
+    torch.testing.assert_close(curve(toy, name), curve(toy, other), rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+
+
+def test_stages_and_processes_have_one_loss_curve_and_one_head(toy, many):
+    assert len(curve(toy, "one-1")) >= 12
+    for name in ("one-0", "one-2", "one-3", "two-1", "two-2", "two-3"):
+        same_curve(toy, name, "one-1", 1e-3)
+        for key, tensor in head(toy, "one-1").items():
+            torch.testing.assert_close(head(toy, name)[key], tensor, rtol=1e-3, atol=2e-4, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("name", ["moved-a", "moved-b"])
+def test_a_run_moves_from_one_process_to_two_and_back_and_between_stages(toy, many, name):
+    same_curve(toy, name, "one-1", 1e-3)
+    steps = [row["step"] for row in metrics(toy, name) if "held_out" not in row]
+    assert steps == list(range(1, len(steps) + 1))
+    for key, tensor in head(toy, "one-1").items():
+        torch.testing.assert_close(head(toy, name)[key], tensor, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_low_precision_resumes_exactly_and_learns_what_fp32_does(toy, many, name):
+    """fp16 with its loss scale; bf16 packed, with another loss, under ZeRO-2."""
+    assert metrics(toy, f"{name}-cut") == metrics(toy, name)
+    whole, cut = head(toy, name), head(toy, f"{name}-cut")
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    losses = curve(toy, name)
+    assert losses.isfinite().all() and losses[-1, 0] < losses[0, 0]
+    assert any(tensor.is_floating_point() and not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())  # masters
+
+
+def test_recomputing_activations_changes_nothing(toy, many):
+    same_curve(toy, "recomputed", "one-3", 1e-6)
+
+
+def test_a_token_budget_ends_the_run(toy, many):
+    rows = [row for row in metrics(toy, "tokens") if "held_out" not in row]
+    assert 2 <= len(rows) < len(curve(toy, "one-1")) and (toy / "tokens" / "head").exists()
+    assert rows[-1]["learning_rate"] < rows[1]["learning_rate"]  # the schedule ends with it
+
+
+def test_the_best_head_is_kept_and_exported(toy, many, tmp_path):
+    held = [row for row in metrics(toy, "one-1") if "held_out" in row]
+    best = json.loads((toy / "one-1" / "best" / "best.json").read_text())
+    lengths = {row["step"]: row["accept_length"]["chain"] for row in held}
+    assert len(held) >= 3 and best["accept_length"] == pytest.approx(max(lengths.values()), abs=1e-4)
+    assert lengths[best["step"]] == max(lengths.values())
+    assert all(1 <= row["accept_length"]["tree"] <= 8 for row in held)
+    # Another head as best: export must take that one, and the last one when asked.
+    last = load_file(toy / "one-1" / "head" / "model.safetensors")
+    save_file(last | {"norm.weight": last["norm.weight"] + 1}, toy / "one-1" / "best" / "model.safetensors")
+    best_norm = load_file(export(toy / "one-1", tmp_path / "best") / "model.safetensors")["norm.weight"]
+    last_norm = load_file(export(toy / "one-1", tmp_path / "last", which="last") / "model.safetensors")["norm.weight"]
+    assert torch.equal(last_norm, last["norm.weight"].bfloat16()) and torch.equal(best_norm, (last["norm.weight"] + 1).bfloat16())
 
 
 def test_a_folder_with_another_run_is_refused_or_restarted(toy, repo_root, whole_run):

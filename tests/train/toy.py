@@ -68,5 +68,5 @@ def toy_draft_target(target: FrozenTarget, ids_Vd: torch.Tensor) -> DraftTarget:
     return DraftTarget(target.embedding.weight, target.lm_head_VH[ids_Vd], member_V, ids_Vd)
 
 
-def toy_batch(target: FrozenTarget, chats: list[Encoded], steps: int):
-    return make_batch(chats, [toy_features(target, chat) for chat in chats], steps)
+def toy_batch(target: FrozenTarget, chats: list[Encoded], steps: int, rows: list[list[int]] | None = None):
+    return make_batch(chats, [toy_features(target, chat) for chat in chats], steps, rows)
