@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from train.features import Features
+from train.features import Features, predicting
 from train.masks import Encoded, supervised_steps
 
 Plan = list[list[list[int]]]  # optimiser steps -> micro-batches (one per process and accumulation step) -> row numbers
@@ -68,23 +68,23 @@ class Batch:
 def make_batch(chats: list[Encoded], features: list[Features], ttt_steps: int) -> Batch:
     """Pad and index. `features[i]` must reach to `chats[i].useful_length`."""
     longest = max(len(chat.ids) for chat in chats)
-    hidden = features[0].kept_TX.shape[1] // 4
+    first = features[0].aux_TF
     ids_BT = torch.zeros(len(chats), longest, dtype=torch.long)
-    features_BTF = torch.zeros(len(chats), longest, 3 * hidden, dtype=features[0].kept_TX.dtype)
+    features_BTF = torch.zeros(len(chats), longest, first.shape[1], dtype=first.dtype)
     finals, argmaxes, rows, wanted = [], [], [], []
     offset = 0
     for index, (chat, feature) in enumerate(zip(chats, features)):
         length = chat.useful_length
         ids_BT[index, : len(chat.ids)] = torch.tensor(chat.ids)
-        features_BTF[index, :length] = feature.kept_TX[:length, : 3 * hidden]
+        features_BTF[index, :length] = feature.aux_TF[:length]
         span_ids_T = chat.span_ids()
         # Position p predicts token p+1; at step 0 row r predicts from position r+1.
-        predicting_N = supervised_steps(span_ids_T, 0).nonzero()[:, 0] + 1
+        predicting_N = predicting(chat)
         slot_T = torch.full((longest + ttt_steps + 1,), -1, dtype=torch.long)
         slot_T[predicting_N] = offset + torch.arange(len(predicting_N))
         offset += len(predicting_N)
-        finals.append(feature.kept_TX[predicting_N, 3 * hidden :])
-        argmaxes.append(feature.argmax_T[predicting_N])
+        finals.append(feature.final_PH)
+        argmaxes.append(feature.argmax_P)
         masks_KT = torch.stack([supervised_steps(span_ids_T, step) for step in range(ttt_steps)])
         rows.append(masks_KT.any(0).nonzero()[:, 0])
         wanted.append(torch.stack([torch.where(mask[rows[-1]], slot_T[rows[-1] + 1 + k], -1) for k, mask in enumerate(masks_KT)]))

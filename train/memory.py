@@ -80,11 +80,6 @@ def working_activations(shape: Shape, queries: float, row_length: float) -> floa
     return queries * 12 * (shape.heads * row_length + shape.draft_vocab)
 
 
-def feature_bytes_per_token(hidden: int) -> int:
-    """Three aux features and the final state in bf16, and the greedy token (train/features.py)."""
-    return 2 * 4 * hidden + 4
-
-
 def checkpoint_bytes(trained: int, frozen: int, precision: str, stage: int) -> float:
     """One DeepSpeed checkpoint of all processes together: module weights, fp32 copy, two moments."""
     master = 0 if precision == "fp32" and stage == 0 else 4

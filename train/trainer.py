@@ -100,7 +100,9 @@ def deepspeed_config(settings: TrainSettings, world_size: int) -> dict:
 def _set_up(recipe: Recipe, world: World, data: Dataset, start: ForeignStart | None) -> Job:
     settings, dtype = recipe.train, DTYPES[recipe.train.precision]
     target = FrozenTarget.load(recipe.target, dtype, world.device, recipe.head.aux_layers)
-    source = FeatureSource(target, recipe.features.folder if recipe.features.mode == "cache" else None)
+    source = FeatureSource(target, recipe.features)
+    source.check(world.rank, world.size)
+    dist.barrier()
     source.prepare(data.train + data.held_out, world.rank, world.size, 4 * settings.micro_batch_tokens)
     dist.barrier()
     if source.store:
@@ -113,9 +115,10 @@ def _set_up(recipe: Recipe, world: World, data: Dataset, start: ForeignStart | N
         lm_head_VdH=target.lm_head_VH[data.vocab.ids_Vd.to(world.device)].clone(),
         in_draft_V=data.vocab.t2d_V.to(world.device),
         ids_Vd=data.vocab.ids_Vd.to(world.device),
+        logit_cap=target.logit_cap,
     )
     if source.store:  # every layer of the target has done its work
-        target.model.model.layers = torch.nn.ModuleList()
+        target.drop_layers()
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(

@@ -34,8 +34,8 @@ def test_span_rule_counts_and_indices_equal_brute_force(seed):
         return
     # The final hidden state holds its own position, so an index into it tells which position it means.
     length = chat.useful_length
-    kept_TX = torch.cat([torch.zeros(length, 3), torch.arange(length)[:, None]], dim=1)
-    batch = make_batch([chat], [Features(kept_TX, torch.arange(length, dtype=torch.int32))], steps)
+    positions_P = torch.tensor([p for p in range(1, length) if span_of(p) is not None and span_of(p) == span_of(p + 1)])
+    batch = make_batch([chat], [Features(torch.zeros(length, 3), positions_P[:, None].float(), positions_P.int())], steps)
     found = {
         (row, step): int(batch.argmax_P[wanted])
         for step in range(steps)

@@ -17,8 +17,7 @@ def slow_loss(head, target, chats):
     reference = ReferenceHead(weights, head.config.to_json(), target.embedding.weight, torch.float64)
     losses, hits, counts = [0.0] * STEPS, [0] * STEPS, [0] * STEPS
     for chat in chats:
-        features = toy_features(target, chat)
-        hidden = target.config.hidden_size
+        (aux_TF,), (final_TH,) = target.hidden(torch.tensor([chat.ids]))
         number_of = [next((n for n, (a, b) in enumerate(chat.spans) if a <= t < b), None) for t in range(len(chat.ids))]
         for row in range(len(chat.ids)):
             for step in range(STEPS):
@@ -26,11 +25,11 @@ def slow_loss(head, target, chats):
                 if predicted >= len(chat.ids) or number_of[seen] is None or number_of[seen] != number_of[predicted]:
                     continue
                 counts[step] += 1
-                full_logits_V = target.lm_head_VH @ features.kept_TX[seen, 3 * hidden :]
+                full_logits_V = target.lm_head_VH @ final_TH[seen]
                 if int(full_logits_V.argmax()) not in IDS_VD.tolist():
                     continue
                 path = chat.ids[row + 2 : row + 2 + step]
-                log_q_Vd = reference.chain_log_probs(features.kept_TX[: row + 1, : 3 * hidden], chat.ids[: row + 2], path)[step]
+                log_q_Vd = reference.chain_log_probs(aux_TF[: row + 1], chat.ids[: row + 2], path)[step]
                 p_Vd = full_logits_V[IDS_VD].softmax(-1)
                 losses[step] = losses[step] - (p_Vd * log_q_Vd).sum()
                 hits[step] += int(IDS_VD[log_q_Vd.argmax()]) == int(full_logits_V.argmax())
@@ -57,7 +56,7 @@ def test_loss_gradients_hits_and_counts_equal_the_slow_unroll():
 def test_out_of_vocabulary_positions_give_no_loss_but_count():
     target, chats = toy_target(), toy_chats()
     features = [toy_features(target, chat) for chat in chats]
-    tops = torch.cat([feature.argmax_T for feature in features])
+    tops = torch.cat([feature.argmax_P for feature in features])
     unreachable = torch.tensor(sorted(set(range(VOCAB)) - set(tops.tolist())))
     head = toy_head(target, unreachable)
     sums = unroll(head, toy_batch(target, chats, 2), toy_draft_target(target, unreachable))
