@@ -86,14 +86,15 @@ class FeatureSource:
         stored = settings.mode == "store"
         self.store = FeatureStore(settings.folder, target_fingerprint(target), settings.dtype) if stored else None
 
-    def check(self, rank: int, size: int) -> None:
-        """Find and drop damaged shards, this process's share of them; the caller synchronises before `prepare`."""
+    def check(self, rank: int, size: int) -> list[str]:
+        """Find, name and drop damaged shards, this process's share of them; the caller synchronises before `prepare`."""
         if self.store is None or not self.settings.check:
-            return
+            return []
         shards = self.store.totals()["shards"]
         with progress_bar("checking feature shards", shards // size) if shards else nullcontext(lambda count: None) as advance:
-            for fault in self.store.check(rank, size, advance):
-                print(f"features: {fault}", flush=True)
+            faults = self.store.check(rank, size, advance)
+        for fault in faults:
+            print(f"features: {fault}", flush=True)
         unused, count = self.store.others()
         if rank == 0 and unused:
             print(

@@ -15,6 +15,7 @@ from train.facts import count_parameters, target_config
 from train.feature_size import feature_bytes
 from train.foreign_start import foreign_start
 from train.head import HeadConfig, default_aux_layers
+from train.masks import Encoded
 from train.memory import Memory, Shape
 from train.recipe import Recipe, RecipeError
 
@@ -31,6 +32,14 @@ class Stored:
     conversations: int
     tokens: int
     predicted: int
+
+    @classmethod
+    def of(cls, chats: list[Encoded]) -> Stored:
+        return cls(len(chats), sum(chat.useful_length for chat in chats), sum(chat.predicted for chat in chats))
+
+    def size(self, hidden: int, dtype: str) -> int:
+        """Bytes on disk."""
+        return feature_bytes(hidden, self.tokens, self.predicted, self.conversations, dtype)
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,7 @@ def find_rows(recipe: Recipe, config) -> tuple[Rows, list[str]]:
         data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), config.vocab_size)
         lengths = [len(chat.ids) for chat in data.train]
         share = sum(chat.predicted for chat in data.train) / sum(lengths)
-        chats = data.train + data.held_out
-        stored = Stored(len(chats), sum(chat.useful_length for chat in chats), sum(chat.predicted for chat in chats))
+        stored = Stored.of(data.train + data.held_out)
         return Rows(
             lengths, max(lengths), share, f"counted ({data.notes}; draft vocabulary covers {data.vocab.coverage:.2%})", stored
         ), notes
@@ -159,9 +167,7 @@ def make_plan(recipe: Recipe, config, head: HeadConfig, rows: Rows, worlds: tupl
         steps=steps,
         memory=use,
         feature_pass=b * everything,
-        store_disk=feature_bytes(
-            head.hidden_size, rows.stored.tokens, rows.stored.predicted, rows.stored.conversations, recipe.features.dtype
-        ),
+        store_disk=rows.stored.size(head.hidden_size, recipe.features.dtype),
         checkpoints_disk=checkpoint * (settings.keep_checkpoints + 1) + 4 * (trained + frozen),
         head_parameters=(trained, frozen),
         target_parameters=everything,
