@@ -54,7 +54,7 @@ async def _answer(target_dir: Path, jobs: list[Job], done: int, file: AnswerFile
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(settings.slots, len(jobs))):
                         group.create_task(work(queue))
-            except* RecipeError as errors:
+            except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         file.refused = asker.refused
 
@@ -75,7 +75,7 @@ class ServerAsker:
                 job.answer, ended, reason = await self._generate(job)
             if not reason:
                 self.tokens += len(job.answer)
-                text = self.tokenizer.decode(job.answer[:-1] if ended else job.answer)
+                text = self.tokenizer.decode(job.answer)
                 reason = "" if text.strip() else "empty answer"
             if reason:
                 self.refused[reason] += 1
@@ -86,7 +86,7 @@ class ServerAsker:
         return job.row(self.settings, self.source)
 
     async def _generate(self, job: Job) -> tuple[list[int], bool, str]:
-        """-> token ids, whether the answer ended by itself, why there is none."""
+        """-> token ids without the end token, whether the answer ended by itself, why there is none."""
         reply = await post(self.http, "/generate", {"input_ids": job.ids, "sampling_params": self._sampling(job)})
         if reply.status_code >= 400:
             return [], False, f"the server refused the prompt ({_sentence(reply)})"
@@ -94,10 +94,9 @@ class ServerAsker:
         finish, ids = body["meta_info"]["finish_reason"], body["output_ids"]
         if finish["type"] == "abort":
             return [], False, f"the server gave up ({finish.get('message', 'no reason given')})"
-        ended = finish["type"] == "stop"
-        if ended and (not ids or ids[-1] not in self.end_ids):  # the end token may be left out
-            ids = [*ids, min(self.end_ids)]
-        return ids, ended, ""
+        if ids and ids[-1] in self.end_ids:  # also where it came as the last token allowed, which the server calls "length"
+            return ids[:-1], True, ""
+        return ids, finish["type"] == "stop", ""
 
     def _sampling(self, job: Job) -> dict:
         """Everything is spelled out, so that no default of the server or of the model applies."""

@@ -178,7 +178,7 @@ class Answerer:
 def end_of_answer(generation_config, tokenizer) -> set[int]:
     """Token ids that end an answer: the model's own and the tokenizer's."""
     ends = generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
 
 
 def _common_prefix(prompts: list[list[int]]) -> list[int]:
