@@ -97,9 +97,8 @@ class FeatureSource:
             print(f"features: {fault}", flush=True)
         unused, count = self.store.others()
         if rank == 0 and unused:
-            print(
-                f"features: {unused} shards ({describe_bytes(count)}) belong to other settings; train/make_features.py --prune deletes them"
-            )
+            print(f"features: {unused} shards ({describe_bytes(count)}) are of other settings; train/make_features.py --prune deletes them")
+        return faults
 
     def prepare(self, chats: list[Encoded], rank: int, size: int, budget: int) -> None:
         """Compute what the store lacks, this process's share of it; the caller synchronises and calls `refresh`.

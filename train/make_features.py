@@ -6,10 +6,13 @@ Killed and started again, it goes on where it was. The size is printed first.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
 
 from train.recipe import RecipeError, load_recipe
 
@@ -36,6 +39,8 @@ def main() -> int:
     args = parse_args()
     try:
         recipe = load_recipe(args.recipe, args.set)
+        if args.check:
+            recipe.features.check = True
         if recipe.features.mode != "store":
             raise RecipeError("`features.mode` is 'online', which stores nothing; use --set features.mode=store --set features.folder=DIR.")
         return _run(recipe, args)
@@ -47,7 +52,6 @@ def main() -> int:
 
 
 def _run(recipe, args) -> int:
-    import torch.distributed as dist
     from transformers import AutoConfig, AutoTokenizer
 
     from train.dataset import FeatureSource, load_dataset
@@ -55,38 +59,44 @@ def _run(recipe, args) -> int:
     from train.foreign_start import foreign_start
     from train.plan import Stored
     from train.target import FrozenTarget
-    from train.trainer import DTYPES
-    from train.world import join_world
 
-    world = join_world()
-    config = AutoConfig.from_pretrained(recipe.target)
-    recipe, _ = foreign_start(recipe, config)
-    target = FrozenTarget.load(recipe.target, DTYPES[recipe.train.precision], world.device, recipe.head.aux_layers)
+    rank, size, device, barrier = _world()
+    recipe, _ = foreign_start(recipe, AutoConfig.from_pretrained(recipe.target))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.train.precision]
+    target = FrozenTarget.load(recipe.target, dtype, device, recipe.head.aux_layers)
     source = FeatureSource(target, recipe.features)
-    store = source.store
     if args.prune:
-        count, size = store.others()
-        store.prune()
-        print(f"{count} shards of other settings deleted, {describe_bytes(size)}")
+        count, unused = source.store.others()
+        source.store.prune()
+        print(f"{count} shards of other settings deleted, {describe_bytes(unused)}")
         return 0
-    faults = source.check(world.rank, world.size)
+    faults = source.check(rank, size)
     if args.check:
         return 1 if faults else 0
     data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), target.config.vocab_size)
     chats = data.train + data.held_out
-    if world.first:
+    if rank == 0:
         expected = describe_bytes(Stored.of(chats).size(target.config.hidden_size, recipe.features.dtype))
         print(f"{data.notes}\n{len(chats)} conversations will take {expected} in {recipe.features.dtype}", flush=True)
-    dist.barrier()
-    source.prepare(chats, world.rank, world.size, 4 * recipe.train.micro_batch_tokens)
-    dist.barrier()
-    if world.first:
-        store.refresh()
-        found = store.totals()
-        per_token = f"{found['bytes'] / found['tokens']:.0f} bytes a token" if found["tokens"] else "empty"
+    barrier()
+    source.prepare(chats, rank, size, 4 * recipe.train.micro_batch_tokens)
+    barrier()
+    if rank == 0:
+        source.store.refresh()
+        found = source.store.totals()
         held = f"{found['conversations']} conversations, {found['tokens']} tokens in {found['shards']} shards"
-        print(f"{held}: {describe_bytes(found['bytes'])}, {per_token}")
+        print(f"{held}: {describe_bytes(found['bytes'])}, {found['bytes'] / found['tokens']:.0f} bytes a token")
     return 0
+
+
+def _world():
+    """-> rank, processes, device, barrier. Only torchrun and the like need torch.distributed."""
+    if "RANK" not in os.environ:
+        return 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda: None
+    from train.world import join_world
+
+    world = join_world()
+    return world.rank, world.size, world.device, torch.distributed.barrier
 
 
 if __name__ == "__main__":
