@@ -73,7 +73,7 @@ class FeatureStore:
             return
         tensors = {f"{key}/{name}": tensor for key, packed in self._pending.items() for name, tensor in packed.items()}
         about = {**self.settings, "conversations": len(self._pending), "tokens": self._pending_tokens}
-        content = save(tensors, {name: str(value) for name, value in about.items()})
+        content = save(tensors, {"about": json.dumps(about)})  # one field: safetensors writes several in random order
         digest = hashlib.sha256(content).hexdigest()
         name = f"{PREFIX}{digest[:32]}.safetensors"
         with self._written(content) as temporary, self._locked():
@@ -262,6 +262,5 @@ def _describe_shard(path: Path) -> dict | None:
     digest = _sha256(path)
     if path.name != f"{PREFIX}{digest[:32]}.safetensors":
         return None
-    about = _header(path)["__metadata__"]
-    counts = {name: int(about[name]) for name in ("conversations", "tokens")}
-    return {"target": about["target"], "dtype": about["dtype"], **counts, "bytes": path.stat().st_size, "sha256": digest}
+    about = json.loads(_header(path)["__metadata__"]["about"])
+    return about | {"bytes": path.stat().st_size, "sha256": digest}
