@@ -67,7 +67,8 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
     places = {"target": target, "answers.prompts": train_prompts, "answers.file": answers, "features.folder": features, "output_dir": run}
     with_recipe = ["--recipe", recipe, *(word for field, place in places.items() for word in ("--set", f"{field}={place}"))]
     draw = [python, "eval/picture.py", "--trace", trace, "--tokenizer", target, "--out", picture]
-    not_training = {"fetch_target", "regenerate", "decoder", "export"}
+    answering = ("regenerate", "answers", "answerer", "decoder", "data", "features", "store", "target")
+    not_training = {"fetch_target", "regenerate", "answers", "answerer", "answer_server", "decoder", "export"}
     return [
         Stage(
             "target",
@@ -83,7 +84,7 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
             [python, "train/regenerate.py", *with_recipe],
             outputs=[answers],
             scratch=[features, *folder.glob("answers.jsonl.*")],
-            sources=sources(*(f"train/{name}.py" for name in ("regenerate", "decoder", "data", "features", "target"))),
+            sources=sources(*(f"train/{name}.py" for name in answering)),
             inputs=[recipe, train_prompts],
         ),
         Stage(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from train.features import Features
+from train.features import Features, predicting
 from train.masks import Encoded, supervised_steps
 from train.schedule import Row
 
@@ -43,10 +43,10 @@ def make_batch(chats: list[Encoded], features: list[Features], ttt_steps: int, r
     """
     rows = [[index] for index in range(len(chats))] if rows is None else rows
     longest = max(sum(len(chats[index].ids) for index in row) for row in rows)
-    hidden = features[0].kept_TX.shape[1] // 4
+    first = features[0].aux_TF
     ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
     positions_BT = torch.arange(longest).repeat(len(rows), 1)
-    features_BTF = torch.zeros(len(rows), longest, 3 * hidden, dtype=features[0].kept_TX.dtype)
+    features_BTF = torch.zeros(len(rows), longest, first.shape[1], dtype=first.dtype)
     finals, argmaxes, queries, wanted, predicted = [], [], [], [], 0
     for b, row in enumerate(rows):
         at, queries_here, wanted_here = 0, [], []
@@ -54,13 +54,13 @@ def make_batch(chats: list[Encoded], features: list[Features], ttt_steps: int, r
             length, useful = len(chat.ids), chat.useful_length
             ids_BT[b, at : at + length] = torch.tensor(chat.ids)
             positions_BT[b, at:] = torch.arange(longest - at)
-            features_BTF[b, at : at + useful] = feature.kept_TX[:useful, : 3 * hidden]
-            predicting_N, query_Q, wanted_KQ = _index(chat, ttt_steps)
-            finals.append(feature.kept_TX[predicting_N, 3 * hidden :])
-            argmaxes.append(feature.argmax_T[predicting_N])
+            features_BTF[b, at : at + useful] = feature.aux_TF[:useful]
+            query_Q, wanted_KQ = _index(chat, ttt_steps)
+            finals.append(feature.final_PH)
+            argmaxes.append(feature.argmax_P)
             queries_here.append(query_Q + at)
             wanted_here.append(torch.where(wanted_KQ < 0, -1, wanted_KQ + predicted))
-            at, predicted = at + length, predicted + len(predicting_N)
+            at, predicted = at + length, predicted + len(feature.argmax_P)
         queries.append(torch.cat(queries_here))
         wanted.append(torch.cat(wanted_here, dim=1))
     width = max(map(len, queries))
@@ -72,17 +72,16 @@ def make_batch(chats: list[Encoded], features: list[Features], ttt_steps: int, r
     return Batch(ids_BT, positions_BT, features_BTF, torch.cat(finals), torch.cat(argmaxes).long(), rows_BQ, wanted_KBQ)
 
 
-def _index(chat: Encoded, ttt_steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> positions that something is predicted from [N], rows that carry loss at any step [Q], index into N by step and row [K, Q]."""
+def _index(chat: Encoded, ttt_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> rows that carry loss at any step [Q], index into the chat's predicting positions by step and row [K, Q], -1 for no loss."""
     span_ids_T = chat.span_ids()
     masks_KT = torch.stack([supervised_steps(span_ids_T, step) for step in range(ttt_steps)])
-    # Position p predicts token p+1; at step 0 row r predicts from position r+1.
-    predicting_N = masks_KT[0].nonzero()[:, 0] + 1
+    predicting_N = predicting(chat)  # position p predicts token p+1; at step 0 row r predicts from position r+1
     slot_T = torch.full((len(chat.ids) + ttt_steps + 1,), -1, dtype=torch.long)
     slot_T[predicting_N] = torch.arange(len(predicting_N))
     query_Q = masks_KT.any(0).nonzero()[:, 0]
     wanted_KQ = torch.stack([torch.where(mask_T[query_Q], slot_T[query_Q + 1 + k], -1) for k, mask_T in enumerate(masks_KT)])
-    return predicting_N, query_Q, wanted_KQ
+    return query_Q, wanted_KQ
 
 
 def supervised_counts(chats: list[Encoded], ttt_steps: int) -> torch.Tensor:

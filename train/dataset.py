@@ -1,18 +1,18 @@
 """What a run trains on: encoded conversations, their features, the held-out rows and the draft vocabulary."""
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from train.corpus import encode_rows
-from train.features import Features, FeatureStore, compute_features, target_fingerprint
+from train.feature_size import describe_bytes
+from train.features import Features, compute_features, target_fingerprint
 from train.masks import ChatEncoder, Encoded
 from train.paths import cache_dir
 from train.progress import progress_bar
 from train.reasons import Report
-from train.recipe import Recipe, RecipeError
+from train.recipe import FeatureSettings, Recipe, RecipeError
+from train.store import FeatureStore
 from train.target import FrozenTarget
 from train.vocab import DraftVocab, SourceCounts, cached_vocab
 
@@ -81,15 +81,34 @@ def _is_held_out(row_id: str, share: float) -> bool:
 class FeatureSource:
     """Features of chats: from the store, or from the target in the moment they are needed."""
 
-    def __init__(self, target: FrozenTarget, folder: Path | None):
-        self.target = target
-        self.store = FeatureStore(folder, target_fingerprint(target)) if folder else None
+    def __init__(self, target: FrozenTarget, settings: FeatureSettings):
+        self.target, self.settings = target, settings
+        stored = settings.mode == "store"
+        self.store = FeatureStore(settings.folder, target_fingerprint(target), settings.dtype) if stored else None
+
+    def check(self, rank: int, size: int) -> list[str]:
+        """Find, name and drop damaged shards, this process's share of them; the caller synchronises before `prepare`."""
+        if self.store is None or not self.settings.check:
+            return []
+        shards = self.store.totals()["shards"]
+        with progress_bar("checking feature shards", shards // size) if shards else nullcontext(lambda count: None) as advance:
+            faults = self.store.check(rank, size, advance)
+        for fault in faults:
+            print(f"features: {fault}", flush=True)
+        unused, count = self.store.others()
+        if rank == 0 and unused:
+            print(f"features: {unused} shards ({describe_bytes(count)}) are of other settings; train/make_features.py --prune deletes them")
+        return faults
 
     def prepare(self, chats: list[Encoded], rank: int, size: int, budget: int) -> None:
-        """Compute what the store lacks, this process's share of it; the caller synchronises and calls `refresh`."""
+        """Compute what the store lacks, this process's share of it; the caller synchronises and calls `refresh`.
+
+        `budget`: padded tokens in one forward of the target.
+        """
         if self.store is None:
             return
-        missing = [chat for chat in chats if chat.ids[: chat.useful_length] not in self.store][rank::size]
+        self.store.refresh()
+        missing = [chat for chat in chats[rank::size] if chat not in self.store]  # shares first: others may be writing already
         missing.sort(key=lambda chat: chat.useful_length)
         if not missing:
             return
@@ -98,32 +117,12 @@ class FeatureSource:
                 group = [missing.pop()]
                 while missing and len(group) < 64 and (len(group) + 1) * group[0].useful_length <= budget:
                     group.append(missing.pop())
-                for chat, features in zip(group, self._compute(group)):
-                    self.store.put(chat.ids[: chat.useful_length], features)
+                for chat, features in zip(group, compute_features(self.target, group)):
+                    self.store.put(chat, features)
                     advance(chat.useful_length, "tokens")
-                self.store.flush()
+        self.store.flush()
 
     def get(self, chats: list[Encoded]) -> list[Features]:
         if self.store is None:
-            return self._compute(chats)
-        found = [self.store.get(chat.ids[: chat.useful_length]) for chat in chats]
-        for chat, features in zip(chats, found):
-            self._fill_argmax(chat, features)
-        return found
-
-    def _compute(self, chats: list[Encoded]) -> list[Features]:
-        found = compute_features(self.target, [chat.ids[: chat.useful_length] for chat in chats])
-        for chat, features in zip(chats, found):
-            self._fill_argmax(chat, features)
-        return found
-
-    def _fill_argmax(self, chat: Encoded, features: Features) -> None:
-        """The target's greedy token wherever a supervised token is predicted and it is not yet known."""
-        predicting = torch.zeros(len(features.argmax_T), dtype=torch.bool)
-        for start, end in chat.spans:
-            predicting[start : end - 1] = True
-        open_T = predicting & (features.argmax_T.cpu() < 0)
-        if open_T.any():
-            hidden = self.target.config.hidden_size
-            final_NH = features.kept_TX[open_T.to(features.kept_TX.device), 3 * hidden :].to(self.target.lm_head_VH)
-            features.argmax_T[open_T] = self.target.argmax(final_NH).to(features.argmax_T)
+            return compute_features(self.target, chats)
+        return [self.store.get(chat) for chat in chats]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from train.feature_size import feature_bytes
 from train.head import Eagle3Head, HeadConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ARGMAX_BYTES = 4  # the target's greedy token, int32, beside each stored feature row
 EFFICIENCY = 0.6  # of the rate of large matrix products, measured on a CPU (docs/data.md); attention, softmax, optimizer are the rest
 
 
@@ -32,6 +32,7 @@ class Plan:
     processes: int = 1
     keep_checkpoints: int = 2
     online: bool = False
+    features_dtype: str = "fp8"
 
 
 @dataclass(frozen=True)
@@ -91,21 +92,18 @@ class Estimate:
     rate_from: str
 
 
-def estimate(sizes: Sizes, plan: Plan, stored: int, tokens: int, supervised: int, tokens_per_second: float | None = None) -> Estimate:
+def estimate(
+    sizes: Sizes, plan: Plan, stored: int, tokens: int, supervised: int, conversations: int, tokens_per_second: float | None = None
+) -> Estimate:
     """`tokens` of all conversations, `supervised` of them predicted, features `stored` of those up to each last answer."""
     plan = replace(plan, epochs=plan.epochs or plan.tokens / max(tokens, 1))
     seconds_of = _seconds(sizes, plan, tokens, supervised, tokens_per_second)
     return Estimate(
-        0 if plan.online else feature_bytes(sizes.hidden, stored),
+        0 if plan.online else feature_bytes(sizes.hidden, stored, supervised, conversations, plan.features_dtype),
         plan.keep_checkpoints * checkpoint_bytes(sizes.head),
         memory_bytes(sizes, plan),
         *seconds_of,
     )
-
-
-def feature_bytes(hidden: int, tokens: int) -> int:
-    """Three auxiliary features and the final hidden state in bf16, and the greedy token: 8 H + 4 bytes a token."""
-    return tokens * (2 * 4 * hidden + ARGMAX_BYTES)
 
 
 def checkpoint_bytes(head: int) -> int:

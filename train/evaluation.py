@@ -109,10 +109,10 @@ def lay_chains(batch: Batch, right_KBQ: torch.Tensor, into: Tokens) -> None:
 @torch.inference_mode()
 def lay_trees(head: Eagle3Head, chats: list, features: list, target: DraftTarget, dtype, into: Tokens) -> None:
     """Rounds of TALON's tree along the last answer of each chat, all chats side by side."""
-    hidden, device = head.config.hidden_size, target.embedding_VH.device
+    device = target.embedding_VH.device
     spans = [(start, min(end, start + TREE_TOKENS)) for start, end in (chat.spans[-1] for chat in chats)]
     ids = [chat.ids[:end] for chat, (_, end) in zip(chats, spans)]
-    given = [one.kept_TX[: end - 1, : 3 * hidden].to(device, dtype) for one, (_, end) in zip(features, spans)]
+    given = [one.aux_TF[: end - 1].to(device, dtype) for one, (_, end) in zip(features, spans)]
     committed = Committed(head, target.embedding_VH, ids, given, [start for start, _ in spans])
     answers, at = [chat.ids[start:end] for chat, (start, end) in zip(chats, spans)], [0] * len(chats)
     rounds = 0

@@ -51,9 +51,9 @@ class HeadConfig:
             num_attention_heads=heads,
             num_key_value_heads=target.num_key_value_heads,
             head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
-            hidden_act=target.hidden_act,
+            hidden_act="silu",  # the only one that SGLang's head knows, whatever the target uses
             rms_norm_eps=target.rms_norm_eps,
-            rope_parameters=dict(target.rope_parameters),
+            rope_parameters=_full_rotary(dict(target.rope_parameters)),
             max_position_embeddings=target.max_position_embeddings,
             vocab_size=target.vocab_size,
             draft_vocab_size=draft_vocab_size,
@@ -97,6 +97,14 @@ class HeadConfig:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters=dict(self.rope_parameters),
         )
+
+
+def _full_rotary(rope: dict) -> dict:
+    """The target's rotary settings for a head that attends to everything and rotates whole heads: of several kinds of layers (Gemma 3) the
+    ones with full attention, without Phi's unrotated part."""
+    rope = dict(rope.get("full_attention", rope))
+    rope.pop("partial_rotary_factor", None)
+    return rope
 
 
 class RMSNorm(nn.Module):

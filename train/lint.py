@@ -56,6 +56,7 @@ class Finding:
     predicted: int = 0
     spans: int = 0
     longest: int = 0
+    conversations: int = 0  # that are kept
     stored: int = 0  # tokens whose features are kept
     coverage: list[dict] = field(default_factory=list)
     previews: list[Preview] = field(default_factory=list)
@@ -98,6 +99,7 @@ def lint_conversations(args, tokenizer, config, plan) -> Finding:
                 continue
             finding.tokens += len(row.chat.ids)
             finding.predicted += row.chat.predicted
+            finding.conversations += 1
             finding.stored += row.chat.useful_length
             finding.spans += len(row.chat.spans)
             finding.longest = max(finding.longest, len(row.chat.ids))
@@ -167,7 +169,7 @@ def _estimate(config, plan, finding: Finding, tokens_per_second: float | None):
         sizes = Sizes.of(config, plan.draft_vocab_size)
     except ValueError as error:
         return None, str(error)
-    return estimate(sizes, plan, finding.stored, finding.tokens, finding.predicted, tokens_per_second), ""
+    return estimate(sizes, plan, finding.stored, finding.tokens, finding.predicted, finding.conversations, tokens_per_second), ""
 
 
 @contextmanager
@@ -231,6 +233,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=positive, help=f"for the estimates (default {text})")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="for the estimates (default bf16)")
+    parser.add_argument("--features-dtype", choices=("fp8", "bf16", "fp32"), help="of the kept features, for the estimate (default fp8)")
     parser.add_argument("--online", action="store_true", default=None, help="estimate for features.mode online: nothing kept on disk")
     args = parser.parse_args(argv)
     if not 0 <= args.tolerance <= 1:
@@ -254,6 +257,7 @@ def settle(args: argparse.Namespace):
         args.file = args.file or (recipe.answers.prompts if args.prompts else recipe.answers.file)
         values = {name: getattr(settings, name) for name in Plan.__dataclass_fields__ if hasattr(settings, name)}
         values |= {"draft_vocab_size": recipe.head.draft_vocab_size, "online": recipe.features.mode == "online"}
+        values |= {"features_dtype": recipe.features.dtype}
     if not args.file or not args.target:
         raise LintError("FILE and --target are needed, or a --recipe that names them; see --help.")
     given = {name: getattr(args, name, None) for name in Plan.__dataclass_fields__}

@@ -61,7 +61,7 @@ def sentence(finding) -> str:
     if finding.estimate is None:
         return "\n".join([*lines, f"no estimate: {finding.estimate_fault}"])
     found, plan = finding.estimate, finding.plan
-    kept = "no features (online)" if plan.online else f"features {size(found.features_disk)}"
+    kept = "no features (online)" if plan.online else f"features {size(found.features_disk)} in {plan.features_dtype}"
     lines.append(f"disk: {kept}, {plan.keep_checkpoints} checkpoints {size(found.checkpoints_disk)}")
     parts = ", ".join(f"{name} {size(count)}" for name, count in found.memory.items())
     lines.append(f"memory of each of {plan.processes} process(es): {size(sum(found.memory.values()))} ({parts})")

@@ -91,11 +91,6 @@ def working_activations(shape: Shape, queries: float, row_length: float) -> floa
     return queries * 12 * (shape.heads * row_length + shape.draft_vocab)
 
 
-def feature_bytes_per_token(hidden: int) -> int:
-    """Three aux features and the final state in bf16, and the greedy token (train/features.py)."""
-    return 2 * 4 * hidden + 4
-
-
 def checkpoint_bytes(trained: int) -> int:
     """One checkpoint, whatever the stage, the precision and the number of processes: fp32 weights and two moments."""
     return 12 * trained

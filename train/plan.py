@@ -10,16 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train import memory
-from train.decoder import FAMILIES
 from train.facts import count_parameters, target_config
+from train.feature_size import feature_bytes
 from train.foreign_start import foreign_start
 from train.head import HeadConfig, default_aux_layers
+from train.masks import Encoded
 from train.memory import Memory, Shape
 from train.recipe import Recipe, RecipeError
 from train.schedule import make_schedule
 
 GIB = 2**30
 WORLDS = (1, 8)
+# Model types whose hidden states SGLang 0.5.23 hands to an EAGLE-3 head; each is checked in tests/train/test_target_families.py.
+SERVED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "qwen2_moe", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a feature store will hold, training and held-out conversations together."""
+
+    conversations: int
+    tokens: int
+    predicted: int
+
+    @classmethod
+    def of(cls, chats: list[Encoded]) -> Stored:
+        return cls(len(chats), sum(chat.useful_length for chat in chats), sum(chat.predicted for chat in chats))
+
+    def size(self, hidden: int, dtype: str) -> int:
+        """Bytes on disk."""
+        return feature_bytes(hidden, self.tokens, self.predicted, self.conversations, dtype)
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,7 @@ class Rows:
     longest: int
     share: float
     origin: str
+    stored: Stored
 
 
 @dataclass(frozen=True)
@@ -40,7 +61,7 @@ class Plan:
     steps: dict[int, int]
     memory: dict[int, Memory]
     feature_pass: float
-    cache_disk: float  # of the features, if they are kept
+    store_disk: float  # of the features, if they are kept
     checkpoints_disk: float
     head_parameters: tuple[int, int]  # trained, frozen
     target_parameters: int
@@ -63,8 +84,8 @@ def dry_run(recipe: Recipe, facts: Path | None = None, worlds: tuple[int, ...] =
 
 def check(recipe: Recipe, config) -> HeadConfig:
     """Everything that the target's config decides. Raises RecipeError."""
-    if config.model_type not in FAMILIES:
-        raise RecipeError(f"`target` is a {config.model_type!r} model; this toolkit trains heads for {', '.join(FAMILIES)}.")
+    if config.model_type not in SERVED:
+        raise RecipeError(f"`target` is a {config.model_type!r} model; this toolkit trains heads for {', '.join(SERVED)}.")
     layers = config.num_hidden_layers
     aux = recipe.head.aux_layers or default_aux_layers(layers)
     if recipe.head.aux_layers is None and layers < 7:
@@ -79,8 +100,6 @@ def check(recipe: Recipe, config) -> HeadConfig:
         length = getattr(recipe, section).max_length
         if length > config.max_position_embeddings:
             raise RecipeError(f"`{section}.max_length` is {length}, the target reads {config.max_position_embeddings} tokens; lower it.")
-    if config.hidden_act != "silu":
-        raise RecipeError(f"`target` uses {config.hidden_act}, SGLang's EAGLE-3 head knows silu only; choose another target.")
     return HeadConfig.from_target(config, recipe.head.draft_vocab_size, aux)
 
 
@@ -96,7 +115,10 @@ def find_rows(recipe: Recipe, config) -> tuple[Rows, list[str]]:
         data = load_dataset(recipe, AutoTokenizer.from_pretrained(recipe.target), config.vocab_size)
         lengths = [len(chat.ids) for chat in data.train]
         share = sum(chat.predicted for chat in data.train) / sum(lengths)
-        return Rows(lengths, max(lengths), share, f"counted ({data.notes}; draft vocabulary covers {data.vocab.coverage:.2%})"), notes
+        stored = Stored.of(data.train + data.held_out)
+        return Rows(
+            lengths, max(lengths), share, f"counted ({data.notes}; draft vocabulary covers {data.vocab.coverage:.2%})", stored
+        ), notes
     if recipe.plan is None:
         raise RecipeError(
             f"`answers.file` is {answers}, which is not there; run train/regenerate.py first, or give `plan.rows` and `plan.row_tokens`."
@@ -107,7 +129,9 @@ def find_rows(recipe: Recipe, config) -> tuple[Rows, list[str]]:
         notes.append(f"`answers.file` {answers} is not there yet: run train/regenerate.py{state}")
     train_rows = round(recipe.plan.rows * (1 - recipe.train.held_out))
     length = min(recipe.plan.row_tokens, recipe.train.max_length)
-    return Rows([length] * train_rows, recipe.train.max_length, recipe.plan.answer_share, "assumed in `plan`"), notes
+    tokens = recipe.plan.rows * length
+    stored = Stored(recipe.plan.rows, tokens, round(tokens * recipe.plan.answer_share))
+    return Rows([length] * train_rows, recipe.train.max_length, recipe.plan.answer_share, "assumed in `plan`", stored), notes
 
 
 def make_plan(recipe: Recipe, config, head: HeadConfig, rows: Rows, worlds: tuple[int, ...] = WORLDS) -> Plan:
@@ -140,7 +164,7 @@ def make_plan(recipe: Recipe, config, head: HeadConfig, rows: Rows, worlds: tupl
         steps=steps,
         memory=use,
         feature_pass=b * everything,
-        cache_disk=memory.feature_bytes_per_token(head.hidden_size) * sum(rows.lengths),
+        store_disk=rows.stored.size(head.hidden_size, recipe.features.dtype),
         checkpoints_disk=checkpoints + 2 * 4 * (trained + frozen),  # and the best and the last head in fp32
         head_parameters=(trained, frozen),
         target_parameters=everything,
@@ -165,8 +189,8 @@ def head_parameters(recipe: Recipe, head: HeadConfig) -> tuple[int, int]:
 def warnings(recipe: Recipe, plan: Plan) -> list[str]:
     """What would not stop a run at its start, but later."""
     found = []
-    need, place = plan.cache_disk, recipe.features.folder
-    if recipe.features.mode == "cache" and free_bytes(place) < need:
+    need, place = plan.store_disk, recipe.features.folder
+    if recipe.features.mode == "store" and free_bytes(place) < need:
         found.append(f"`features.folder` needs {size(need)}, {size(free_bytes(place))} are free there; mode online needs no disk")
     if free_bytes(recipe.output_dir) < plan.checkpoints_disk:
         found.append(
@@ -204,7 +228,8 @@ def describe(recipe: Recipe, plan: Plan, config, head: HeadConfig, target: str) 
         "tokens": f"{plan.tokens} in {settings.epochs} epochs" if settings.epochs else f"{plan.tokens}, as given in `train.tokens`",
         "engine": f"ZeRO-{settings.zero_stage}, {settings.precision}, {settings.ttt_steps} test steps, loss {settings.loss}, "
         f"{settings.micro_batch_tokens} tokens x {settings.gradient_accumulation} per process and step",
-        "disk": (f"features none (mode cache: {size(plan.cache_disk)})" if online else f"features {size(plan.cache_disk)}")
+        "disk": ("features none (mode store: " if online else "features (")
+        + f"{size(plan.store_disk)} in {recipe.features.dtype}, {plan.store_disk / plan.rows.stored.tokens:.0f} bytes a token)"
         + f", checkpoints and head {size(plan.checkpoints_disk)}",
     }
     if plan.hours is not None:

@@ -34,12 +34,19 @@ class AnswerSettings(Strict):
 
     prompts: Place | None = None
     file: Place | None = None
+    server: str | None = None  # URL of an SGLang server that runs the target; without it the target answers in this process
     max_new_tokens: int = Field(256, ge=2)
     max_length: int = Field(2048, ge=16)  # prompt and answer together, in tokens
     temperature: float = Field(0.0, ge=0)
     samples_per_prompt: int = Field(1, ge=1)
     slots: int = Field(64, ge=1)
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _url(self):
+        if self.server is not None and not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server {self.server!r} is no URL such as http://127.0.0.1:30000")
+        return self
 
     @model_validator(mode="after")
     def _sampling(self):
@@ -51,15 +58,17 @@ class AnswerSettings(Strict):
 
 
 class FeatureSettings(Strict):
-    """Where the target's hidden states come from: `cache` keeps them in a folder, `online` runs the target in every step."""
+    """Where the target's hidden states come from: `store` keeps them in a folder, `online` runs the target in every step."""
 
-    mode: Literal["cache", "online"] = "cache"
+    mode: Literal["store", "online"] = "store"
     folder: Place | None = None
+    dtype: Literal["fp8", "bf16", "fp32"] = "fp8"  # of what is stored; fp8 has one scale for each vector
+    check: bool = True  # compare the checksums of what is stored before training; false: sizes only
 
     @model_validator(mode="after")
     def _folder(self):
-        if self.mode == "cache" and self.folder is None:
-            raise ValueError("mode cache needs a folder")
+        if self.mode == "store" and self.folder is None:
+            raise ValueError("mode store needs a folder")
         return self
 
 

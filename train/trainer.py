@@ -126,7 +126,9 @@ def _set_up(
 ) -> Job:
     settings, dtype = recipe.train, DTYPES[recipe.train.precision]
     target = FrozenTarget.load(recipe.target, dtype, world.device, recipe.head.aux_layers)
-    source = FeatureSource(target, recipe.features.folder if recipe.features.mode == "cache" else None)
+    source = FeatureSource(target, recipe.features)
+    source.check(world.rank, world.size)
+    dist.barrier()
     source.prepare(data.train + data.held_out, world.rank, world.size, 4 * settings.micro_batch_tokens)
     dist.barrier()
     if source.store:
@@ -139,9 +141,10 @@ def _set_up(
         lm_head_VdH=target.lm_head_VH[data.vocab.ids_Vd.to(world.device)].clone(),
         in_draft_V=data.vocab.t2d_V.to(world.device),
         ids_Vd=data.vocab.ids_Vd.to(world.device),
+        logit_cap=target.logit_cap,
     )
     if source.store:  # every layer of the target has done its work
-        target.model.model.layers = torch.nn.ModuleList()
+        target.drop_layers()
     engine = _engine(head, settings, world, checkpoint)
     loaders = [BatchLoader(chats, source.get, settings.ttt_steps) for chats in (data.train, data.held_out)]
     return Job(recipe, world, engine, *loaders, draft_target, data.vocab, schedule, dtype, checkpoint.step if checkpoint else 0)

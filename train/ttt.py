@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from train.batches import Batch
 from train.head import Eagle3Head
 from train.losses import LOSSES, Loss, soft_ce
+from train.target import capped
 
 
 @dataclass
@@ -32,11 +33,12 @@ class DraftTarget:
     lm_head_VdH: torch.Tensor  # rows of the draft vocabulary
     in_draft_V: torch.Tensor  # bool: t2d
     ids_Vd: torch.Tensor
+    logit_cap: float | None = None  # Gemma's
 
     def probabilities(self, final_PH: torch.Tensor) -> torch.Tensor:
         """The target's distribution over the draft vocabulary, in float32 [P, Vd], once per batch."""
         with torch.no_grad():
-            return torch.softmax(widen(final_PH @ self.lm_head_VdH.t()), dim=-1)
+            return torch.softmax(capped(widen(final_PH @ self.lm_head_VdH.t()), self.logit_cap), dim=-1)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from train.batches import make_batch, supervised_counts
-from train.features import Features
+from train.features import Features, predicting
 from train.masks import Encoded, supervised_steps
 
 
@@ -34,8 +34,8 @@ def test_span_rule_counts_and_indices_equal_brute_force(seed):
         return
     # The final hidden state holds its own position, so an index into it tells which position it means.
     length = chat.useful_length
-    kept_TX = torch.cat([torch.zeros(length, 3), torch.arange(length)[:, None]], dim=1)
-    batch = make_batch([chat], [Features(kept_TX, torch.arange(length, dtype=torch.int32))], steps)
+    positions_P = torch.tensor([p for p in range(1, length) if span_of(p) is not None and span_of(p) == span_of(p + 1)])
+    batch = make_batch([chat], [Features(torch.zeros(length, 3), positions_P[:, None].float(), positions_P.int())], steps)
     found = {
         (row, step): int(batch.argmax_P[wanted])
         for step in range(steps)
@@ -52,7 +52,8 @@ def test_a_packed_row_holds_what_its_chats_hold_alone(seed):
     rng, steps = random.Random(seed), 4
     chats = [random_chat(rng) for _ in range(5)]
     chats = [chat for chat in chats if supervised_counts([chat], 1).item()] or [Encoded([1, 2, 3, 4], [(1, 4)])]
-    features = [Features(torch.randn(chat.useful_length, 8), torch.randint(50, (chat.useful_length,))) for chat in chats]
+    counts = [len(predicting(chat)) for chat in chats]
+    features = [Features(torch.randn(chat.useful_length, 6), torch.randn(n, 2), torch.randint(50, (n,))) for chat, n in zip(chats, counts)]
     order = rng.sample(range(len(chats)), len(chats))
     cut = rng.randint(0, len(chats))
     rows = [row for row in (order[:cut], order[cut:]) if row]

@@ -47,7 +47,7 @@ def reference(target, head):
 
 def walk(target, chat, span, accepted):
     """-> tokens and rounds of one answer; `accepted(features, committed tokens, future tokens)`: how much of a draft is right."""
-    features_TF = toy_features(target, chat).kept_TX[:, : 3 * target.config.hidden_size]
+    features_TF = toy_features(target, chat).aux_TF
     (start, end), root, rounds = span, span[0], 0
     while root < end - 1:
         root += min(accepted(features_TF[:root], chat.ids[: root + 1], chat.ids[root + 1 : end]) + 1, end - 1 - root)

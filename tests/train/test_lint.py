@@ -10,7 +10,8 @@ from tests.train.chat_templates import tokenizer_for
 from tests.train.test_data import CASES, Q2, A, Q, msgs, write
 from tests.train.toy import toy_config
 from train import lint
-from train.estimate import Plan, Sizes, checkpoint_bytes, estimate, feature_bytes, matrix_rate, memory_bytes
+from train.estimate import Plan, Sizes, checkpoint_bytes, estimate, matrix_rate, memory_bytes
+from train.feature_size import feature_bytes
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +132,8 @@ def test_settings_come_from_a_recipe(tmp_path, target, capsys):
     assert "3 epoch(s) at 1,000 tokens/s (given with --tokens-per-second)" in out
 
 
-def test_estimates_of_weights_and_files_are_exact(tmp_path):
-    from safetensors.torch import load_file
-
-    from tests.train.toy import toy_chats, toy_features, toy_head, toy_target
-    from train.features import FeatureStore
+def test_estimates_of_weights_and_optimizer_are_exact():
+    from tests.train.toy import toy_head, toy_target
 
     toy = toy_target(torch.float32)
     head = toy_head(toy, torch.arange(20), torch.float32)
@@ -143,13 +141,6 @@ def test_estimates_of_weights_and_files_are_exact(tmp_path):
     assert sizes.head == sum(parameter.numel() for parameter in head.parameters())
     assert sizes.target == sum(parameter.numel() for parameter in toy.model.parameters())
     assert sizes.target_matrix == sizes.target - toy.embedding.weight.numel()
-    store = FeatureStore(tmp_path, "x")
-    for chat in toy_chats():
-        store.put(chat.ids[: chat.useful_length], toy_features(toy, chat))
-    store.flush()
-    (file,) = tmp_path.glob("*.safetensors")
-    stored = sum(tensor.numel() * tensor.element_size() for tensor in load_file(file).values())
-    assert stored == feature_bytes(toy.config.hidden_size, sum(chat.useful_length for chat in toy_chats()))
     optimizer = torch.optim.AdamW(head.parameters())
     for parameter in head.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -171,10 +162,10 @@ def test_zero_divides_what_it_shards_and_time_follows_tokens():
     assert memory(zero_stage=2)["head and gradients"] == pytest.approx(1.25 * weights, abs=4)
     assert memory(zero_stage=3)["head and gradients"] == pytest.approx(0.5 * weights, abs=4)
     plan = Plan(20, epochs=2, precision="fp32")
-    given = estimate(sizes, plan, 900, 1000, 500, tokens_per_second=50.0)
-    assert given.features_disk == 900 * (8 * sizes.hidden + 4)
+    given = estimate(sizes, plan, 900, 1000, 500, 10, tokens_per_second=50.0)
+    assert given.features_disk == feature_bytes(sizes.hidden, 900, 500, 10, "fp8")
     assert given.seconds == pytest.approx(1000 * 2 / 50) and given.rate_from == "given with --tokens-per-second"
-    measured = estimate(sizes, plan, 900, 1000, 500)
+    measured = estimate(sizes, plan, 900, 1000, 500, 10)
     assert "GFLOP/s" in measured.rate_from and measured.seconds == pytest.approx(2000 / measured.tokens_per_second)
     assert matrix_rate(torch.float32, 0.05) > 1e8
 

@@ -7,12 +7,15 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.train.toy import toy_config
+from train.answerer import Answerer, sample
+from train.answers import Job
 from train.data import Prompt, read_conversations
 from train.dataset import FeatureSource
-from train.features import FeatureStore, compute_features, target_fingerprint
+from train.features import compute_features, target_fingerprint
 from train.masks import encode_chat
-from train.recipe import AnswerSettings
-from train.regenerate import Answerer, Job, _sample, regenerate
+from train.recipe import AnswerSettings, FeatureSettings
+from train.regenerate import regenerate
+from train.store import FeatureStore
 from train.target import FrozenTarget
 
 PROMPTS = [{"id": f"p{i}", "category": "x", "turns": [" ".join(["word"] * (1 + i * 3 % 11)), "And then?"][: 1 + i % 2]} for i in range(9)]
@@ -29,7 +32,7 @@ def toy_dir(target_dir, tmp_path_factory):
     with torch.no_grad():  # it says whole words, whose text tokenises back to the same tokens, and now and then the end of turn
         head = torch.zeros_like(model.lm_head.weight)
         head[words] = 8 * model.lm_head.weight[words]
-        head[2] = 8 * model.lm_head.weight[2]
+        head[2] = 20 * model.lm_head.weight[2]
         model.lm_head.weight.copy_(head)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
@@ -79,28 +82,26 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(toy_dir, prompts_file,
 
 
 def test_features_kept_while_decoding_equal_a_forward(toy_dir, prompts_file, tmp_path):
-    out, folder = tmp_path / "answers.jsonl", tmp_path / "features"
-    regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=9, max_length=128, slots=4), folder)
+    out, settings = tmp_path / "answers.jsonl", FeatureSettings(folder=tmp_path / "features", dtype="bf16")
+    regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=9, max_length=128, slots=4), settings)
     target, tokenizer = FrozenTarget.load(toy_dir, torch.float32), AutoTokenizer.from_pretrained(toy_dir)
-    source = FeatureSource(target, folder)
+    source = FeatureSource(target, settings)
     chats = [encode_chat(tokenizer, c.messages, c.truncated) for c in read_conversations(out)[0]]
-    found = [chat for chat in chats if chat.ids[: chat.useful_length] in source.store]
-    assert len(found) >= len(chats) - 1
+    found = [chat for chat in chats if chat in source.store]
+    assert len(found) >= len(chats) - 1 and any(len(chat.spans) == 2 for chat in found)
     for chat in found:
-        kept, fresh = source.get([chat])[0], compute_features(target, [chat.ids[: chat.useful_length]])[0]
-        torch.testing.assert_close(kept.kept_TX.float(), fresh.kept_TX, rtol=0.02, atol=0.02)
-        start, end = chat.spans[-1]
-        hidden = fresh.kept_TX[start : end - 1, 3 * target.config.hidden_size :]
-        assert kept.argmax_T[start : end - 1].tolist() == target.argmax(hidden).tolist()
+        kept, fresh = source.get([chat])[0], compute_features(target, [chat])[0]
+        torch.testing.assert_close(kept.aux_TF.float(), fresh.aux_TF, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(kept.final_PH.float(), fresh.final_PH, rtol=0.02, atol=0.02)
+        assert kept.argmax_P.tolist() == fresh.argmax_P.tolist()
     source.prepare(chats, 0, 1, 500)
-    source.store.refresh()
-    assert all(chat.ids[: chat.useful_length] in source.store for chat in chats)
-    assert chats[0].ids[: chats[0].useful_length] not in FeatureStore(folder, target_fingerprint(FrozenTarget(target.model, (1, 2, 3))))
+    assert all(chat in source.store for chat in chats)
+    assert chats[0] not in FeatureStore(settings.folder, target_fingerprint(FrozenTarget(target.model, (1, 2, 3))), "bf16")
 
 
 def test_inverse_transform_sampling_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    draws = [_sample(logits, 0.7, (i + 0.5) / 20000) for i in range(20000)]
+    draws = [sample(logits, 0.7, (i + 0.5) / 20000) for i in range(20000)]
     expected = torch.softmax(logits / 0.7, -1)
     for token in range(4):
         assert abs(draws.count(token) / 20000 - float(expected[token])) < 1e-3

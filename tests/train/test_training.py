@@ -47,7 +47,7 @@ def toy(target_dir, tmp_path_factory):
         "target": str(folder / "target"),
         "output_dir": str(folder / "run"),
         "answers": {"file": str(folder / "answers.jsonl")},
-        "features": {"mode": "cache", "folder": str(folder / "features")},
+        "features": {"mode": "store", "folder": str(folder / "features")},
         "head": {"draft_vocab_size": 400},
         "train": {"ttt_steps": 3, "epochs": 3, "micro_batch_tokens": 240, "learning_rate": 0.01, "precision": "fp32", "held_out": 0.1}
         | {"log_every": 1, "eval_every": 10, "save_every": 5},

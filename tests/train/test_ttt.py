@@ -38,8 +38,7 @@ def slow_unroll(head, target, chats):
     reference = ReferenceHead(weights, head.config.to_json(), target.embedding.weight, torch.float64)
     pairs, hits, counts, reached, passed = [[] for _ in range(STEPS)], [0] * STEPS, [0] * STEPS, [0] * STEPS, [0] * STEPS
     for chat in chats:
-        features = toy_features(target, chat)
-        hidden = target.config.hidden_size
+        (aux_TF,), (final_TH,) = target.hidden(torch.tensor([chat.ids]))
         number_of = [next((n for n, (a, b) in enumerate(chat.spans) if a <= t < b), None) for t in range(len(chat.ids))]
         for row in range(len(chat.ids)):
             alive = True
@@ -50,11 +49,11 @@ def slow_unroll(head, target, chats):
                     continue
                 counts[step] += 1
                 reached[step] += alive
-                full_logits_V = target.lm_head_VH @ features.kept_TX[seen, 3 * hidden :]
+                full_logits_V = target.lm_head_VH @ final_TH[seen]
                 hit = False
                 if int(full_logits_V.argmax()) in IDS_VD.tolist():
                     path = chat.ids[row + 2 : row + 2 + step]
-                    log_q_Vd = reference.chain_log_probs(features.kept_TX[: row + 1, : 3 * hidden], chat.ids[: row + 2], path)[step]
+                    log_q_Vd = reference.chain_log_probs(aux_TF[: row + 1], chat.ids[: row + 2], path)[step]
                     pairs[step].append((full_logits_V[IDS_VD].softmax(-1), log_q_Vd))
                     hit = int(IDS_VD[log_q_Vd.argmax()]) == int(full_logits_V.argmax())
                 alive = alive and hit
@@ -114,7 +113,7 @@ def test_loss_gradients_and_counts_equal_the_slow_unroll(toys, slow, loss, layou
 def test_out_of_vocabulary_positions_give_no_loss_but_count(toys):
     target, chats, *_ = toys
     features = [toy_features(target, chat) for chat in chats]
-    tops = torch.cat([feature.argmax_T for feature in features])
+    tops = torch.cat([feature.argmax_P for feature in features])
     unreachable = torch.tensor(sorted(set(range(VOCAB)) - set(tops.tolist())))
     head = toy_head(target, unreachable)
     for loss in LOSSES.values():

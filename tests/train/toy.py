@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from train.batches import make_batch
-from train.features import Features
+from train.features import Features, compute_features
 from train.head import Eagle3Head, HeadConfig
 from train.masks import Encoded
 from train.target import FrozenTarget
@@ -57,9 +57,7 @@ def toy_chats() -> list[Encoded]:
 
 def toy_features(target: FrozenTarget, chat: Encoded) -> Features:
     """Exact features of the useful positions, in the target's dtype."""
-    ids_1T = torch.tensor([chat.ids[: chat.useful_length]])
-    features, final = target.hidden(ids_1T)
-    return Features(torch.cat([features, final], -1)[0], target.argmax(final[0]))
+    return compute_features(target, [chat])[0]
 
 
 def toy_draft_target(target: FrozenTarget, ids_Vd: torch.Tensor) -> DraftTarget:
