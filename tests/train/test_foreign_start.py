@@ -76,7 +76,7 @@ def test_what_cannot_be_gone_on_from_is_refused(damage, head, message, recipe, t
 @pytest.mark.slow
 def test_a_second_run_goes_on_from_the_first_ones_export(toy, repo_root, whole_run):  # noqa: F811
     """Export, another maker's layout, training on other settings: the first loss is where the first run ended, and d2t is the same."""
-    folder = export(toy / whole_run, toy / "exported")
+    folder = export(toy / whole_run, toy / "exported", which="last")
     LAYOUTS["modelopt"](folder)
     run(repo_root, toy, "onward", f"head.start_from={folder}", "train.epochs=1", "train.warmup_ratio=0.5")
     first, last, onward = metrics(toy, whole_run)[0], metrics(toy, whole_run)[-2], metrics(toy, "onward")[0]
