@@ -49,13 +49,13 @@ def ratio_bars(groups: Sequence[tuple[str, Sequence[Bar]]]) -> Markup:
             label = f"{bar.value:.2f}"
             parts.append(f"<g><title>{escape(bar.name)}: {label} [{bar.low:.2f}, {bar.high:.2f}]</title>")
             parts.append(f'<rect class="{bar.css}" x="0" y="{y}" width="{bar.value * scale:.2f}%" height="{BAR}" rx="2"/>')
-            parts.append(line(low, middle, high, middle, "whisker"))
+            parts += [line(low, middle, high, middle, css) for css in ("halo", "whisker")]
             parts += [line(end, middle - 4, end, middle + 4, "whisker") for end in (low, high)]
             parts.append(text(high, middle + 4, label, "value", dx=7) + "</g>")
             y += BAR + BAR_GAP
         y += GROUP_GAP - BAR_GAP
     reference = line(scale, 20, scale, y - GROUP_GAP + 4, "reference") + text(scale, 13, "1 = plain decoding", "tick", dx=-2)
-    return svg(y, "".join(parts) + reference, "Speed relative to plain decoding")
+    return svg(y, reference + "".join(parts), "Speed relative to plain decoding")
 
 
 def lines(series: Sequence[tuple[str, str, Sequence[tuple[float, float]]]], x_name: str, y_name: str) -> Markup:
@@ -71,25 +71,24 @@ def lines(series: Sequence[tuple[str, str, Sequence[tuple[float, float]]]], x_na
     return svg(230, "".join(parts), f"{y_name} by {x_name}")
 
 
-def scatter(points: Sequence[Point], x_name: str, y_name: str, named: bool = True) -> Markup:
-    """Points with whiskers and, if `named`, their names beside them, moved apart where they would overlap."""
-    height = 340
-    tops = [point.y + (point.error or 0) for point in points]
-    frame = Frame((0, max(point.x for point in points) * 1.06), (min([1.0, *(p.y for p in points)]), max(tops)), height)
+def scatter(points: Sequence[Point], x_name: str, y_name: str) -> Markup:
+    """Points with whiskers, each with its number (from 1, in the order given), moved down where numbers would overlap."""
+    height = 320
+    lows, highs = [point.y - (point.error or 0) for point in points], [point.y + (point.error or 0) for point in points]
+    margin = 0.08 * (max(highs) - min(lows)) or 0.5
+    frame = Frame((0, max(point.x for point in points) * 1.06), (min(lows) - margin, max(highs) + margin), height)
     parts = [frame.y_axis(y_name), frame.x_axis(x_name)]
     taken: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda one: -one.y):
+    for number, point in sorted(enumerate(points, 1), key=lambda one: -one[1].y):
         x, y = frame.x(point.x), frame.y(point.y)
         if point.error:
             parts.append(line(x, frame.y(point.y - point.error), x, frame.y(point.y + point.error), f"stroke thin {point.css}"))
-        parts.append(dot(x, y, point.css, f"{point.name}: {point.y:.2f} tokens, {point.x:.2f} draft forwards"))
-        if named:
-            right = x > 55
-            label_y = y + 4
-            while any(abs(label_y - other_y) < 13 and abs(x - other_x) < 45 for other_x, other_y in taken):
-                label_y += 13
-            taken.append((x, label_y))
-            parts.append(text(x, label_y, point.name, "name", anchor="end" if right else "start", dx=-9 if right else 9))
+        parts.append(dot(x, y, point.css, f"{number}. {point.name}: {point.y:.2f} tokens, {point.x:.2f} draft forwards"))
+        label_y = y + 4
+        while any(abs(label_y - other_y) < 13 and abs(x - other_x) < 4 for other_x, other_y in taken):
+            label_y += 13
+        taken.append((x, label_y))
+        parts.append(text(x, label_y, str(number), "number", dx=9))
     return svg(height, "".join(parts), f"{y_name} against {x_name}")
 
 

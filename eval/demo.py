@@ -107,7 +107,10 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
             [python, "eval/serve.py", "--target", target, "--head", head, "--prompts", eval_prompts]
             + ["--max-new-tokens", "40", "--talon", "16,4", "--eagle3", "4,4,16", "--trace", trace, "--out", results],
             outputs=[results, trace],
-            sources=sources("talon_sglang/**/*.py", *(f"eval/{name}.py" for name in ("serve", "servers", "client", "stats", "results"))),
+            sources=sources(
+                "talon_sglang/**/*.py",
+                *(f"eval/{name}.py" for name in ("serve", "servers", "client", "prompts", "stats", "results", "table")),
+            ),
             inputs=[eval_prompts],
             scratch=[folder / "results"],
             replay=[python, "eval/table.py", results],

@@ -34,10 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         body = read_results(args.results)
-        trees = read_trees(args) if args.trace else None
         accept = read_json(args.accept, "--accept", "eval/accept.py", "summary")
         cost = read_json(args.cost, "--cost", "eval/cost.py", "lines")
         breakdown = read_json(args.breakdown, "--breakdown", "eval/breakdown.py", "breakdowns")
+        trees = read_trees(args) if args.trace else None
         model = build(body, accept, cost, breakdown, trees)
         write(args.out, page(model))
         write(args.out.with_suffix(".md"), markdown(model))

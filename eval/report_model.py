@@ -35,7 +35,7 @@ def build(body: dict, accept: dict | None, cost: dict | None, breakdown: dict | 
         "sweep": sweep(body, css),
         "efficiency": efficiency(body, accept, css),
         "shapes": shapes(body, css),
-        "latency": [row for load in loads for row in load["latency"]],
+        "latency": any(load["latency"] for load in loads),
         "trees": trees,
         "breakdown": breakdown_view(breakdown),
         "cost": cost_view(cost),
@@ -61,6 +61,10 @@ def load_name(load: dict) -> str:
     return f"{requests} at a time, {'greedy' if load['temperature'] == 0 else 'temperature ' + format(load['temperature'], 'g')}"
 
 
+def tab_name(load: dict) -> str:
+    return f"{load['concurrency']} at a time" + ("" if load["temperature"] == 0 else f", T={load['temperature']:g}")
+
+
 def load_view(load: dict, css: dict[str, str]) -> dict:
     """One load: a chart of ratios by set and a table of everything."""
     summary = load["summary"]
@@ -73,6 +77,7 @@ def load_view(load: dict, css: dict[str, str]) -> dict:
         groups.append((f"{'all sets' if name == 'all' else name} ({rows[0][1]['prompts']} prompts)", bars))
     return {
         "name": load_name(load),
+        "tab": tab_name(load),
         "chart": charts.ratio_bars([group for group in groups if group[1]]),
         "rows": [
             table_row(run, css[run], "all sets" if name == "all" else name, summary[run][name])
@@ -80,7 +85,7 @@ def load_view(load: dict, css: dict[str, str]) -> dict:
             for run in summary
             if name in summary[run]
         ],
-        "latency": [latency_row(load, run, css[run], by_set["all"]) for run, by_set in summary.items() if by_set["all"]["latency"]],
+        "latency": [latency_row(run, css[run], by_set["all"]) for run, by_set in summary.items() if by_set["all"]["latency"]],
         "in_turn": all(one["in_turn"] for run in summary.values() if (one := run["all"]["faster_than_plain"])),
     }
 
@@ -105,9 +110,9 @@ def table_row(run: str, css: str, set_name: str, one: dict) -> dict:
     }
 
 
-def latency_row(load: dict, run: str, css: str, one: dict) -> dict:
+def latency_row(run: str, css: str, one: dict) -> dict:
     times = {key: [f"{value:.0f}" for value in values] or [""] * 3 for key, values in one["latency"].items()}
-    return {"load": load_name(load), "run": run, "css": css, **times}
+    return {"run": run, "css": css, **times}
 
 
 def best_talon(body: dict) -> dict | None:
@@ -173,7 +178,7 @@ def efficiency(body: dict, accept: dict | None, css: dict[str, str]) -> dict | N
     if not points:
         return None
     rows = [{"name": p.name, "css": p.css, "drafts": number(p.x), "accept": number(p.y), "error": number(p.error)} for p in points]
-    chart = charts.scatter(points, "draft forwards a round", "tokens a target forward", named=len(points) <= 14)
+    chart = charts.scatter(points, "draft forwards a round", "tokens a target forward")
     return {"chart": chart, "rows": rows, "served": served, "offline": len(points) - served}
 
 

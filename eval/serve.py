@@ -19,8 +19,6 @@ from eval.results import Load, ResultsError, ResultsFile, command_without_paths,
 from eval.servers import RunningServer, ServerError, ServerSpec, serve
 from eval.stats import COUNTERS, AnswerRow, Block
 from eval.table import print_table
-from talon_sglang.draft_head import check_draft_head
-from talon_sglang.settings import TalonError
 
 EXAMPLES = f"""examples:
   # the three servers on a folder of prompt sets, four prompts of each
@@ -255,9 +253,11 @@ def check_folders(args: argparse.Namespace) -> None:
 
 def check_head(args: argparse.Namespace) -> None:
     """Raises UsageError when the head is for another target; a server would say so too, but only after it has started."""
+    from talon_sglang import draft_head  # brings torch along, which nothing else here needs
+
     try:
-        check_draft_head(args.head, args.target)
-    except TalonError as error:
+        draft_head.check_draft_head(args.head, args.target)
+    except draft_head.DraftHeadError as error:
         raise UsageError(str(error)) from error
 
 

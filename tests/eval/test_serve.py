@@ -77,7 +77,7 @@ def world(monkeypatch):
     tokenizer = SimpleNamespace(encode=lambda turns: turns[0])
     monkeypatch.setattr(serve, "serve", world.serve)
     monkeypatch.setattr(serve, "Client", world.client)
-    monkeypatch.setattr(serve, "check_draft_head", lambda *_: None)
+    monkeypatch.setattr("talon_sglang.draft_head.check_draft_head", lambda *_: None)
     monkeypatch.setattr(prompt_sets, "ChatTokenizer", lambda _target: tokenizer)
     return world
 
@@ -340,7 +340,7 @@ def test_a_head_of_another_target_is_refused_before_any_server_starts(world, arg
     def refuse(head, _target):
         raise DraftHeadError(f"{head} has vocab_size 100 and its target 200; pass this target's head.")
 
-    monkeypatch.setattr(serve, "check_draft_head", refuse)
+    monkeypatch.setattr("talon_sglang.draft_head.check_draft_head", refuse)
     assert serve.main(argv) == 1
     assert "has vocab_size 100 and its target 200" in " ".join(capsys.readouterr().out.split())
     assert world.started == []
