@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import itertools
+import math
+import re
 import signal
 import sys
 import time
@@ -36,6 +38,7 @@ A rerun with the same --out continues behind what is finished; more servers, con
 """
 WARM_UP_TEXTS = ("Name three colours.", "Count from one to ten.", "Write one sentence about rain.")
 WARM_UP_TOKENS = 8
+SERVER_GIB = 2.5  # a CPU server of a small model: three processes of about 0.5 GiB, its KV pool, and room
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -64,7 +67,7 @@ def measure_all(args: argparse.Namespace, sets: PromptSets, results: ResultsFile
     """Measures what is missing. Returns one sentence when it had to stop early."""
     specs = server_specs(args)
     try:
-        for group in [specs] if in_turn(args) else [[spec] for spec in specs]:
+        for group in [specs] if in_turn(args, len(specs)) else [[spec] for spec in specs]:
             measure_group(group, sets, results, args)
     except KeyboardInterrupt:
         return f"Interrupted; finished measurements are kept in {args.out}, and the same command continues from there."
@@ -75,9 +78,21 @@ def measure_all(args: argparse.Namespace, sets: PromptSets, results: ResultsFile
     return None
 
 
-def in_turn(args: argparse.Namespace) -> bool:
-    """All servers at once, taking turns? Not on a GPU, whose memory one server takes whole."""
-    return not args.one_by_one and ServerSpec(args.target, device=args.device).on_cpu
+def in_turn(args: argparse.Namespace, servers: int) -> bool:
+    """All servers at once, taking turns? Not on a GPU, whose memory one server takes whole, nor where they do not fit into memory."""
+    if args.one_by_one or not ServerSpec(args.target, device=args.device).on_cpu:
+        return False
+    weights = sum(path.stat().st_size for path in args.target.glob("*.safetensors")) / 2**30
+    need, free = servers * (SERVER_GIB + 1.5 * weights), free_memory_gib()
+    if need > free:
+        console.print(f"{servers} servers at once take about {need:.0f} GiB of memory and {free:.0f} are free: one after the other, then.")
+    return need <= free
+
+
+def free_memory_gib() -> float:
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
+    return int(found[1]) / 2**20 if found else math.inf
 
 
 def measure_group(specs: list[ServerSpec], sets: PromptSets, results: ResultsFile, args: argparse.Namespace) -> None:

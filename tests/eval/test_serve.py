@@ -77,6 +77,7 @@ def world(monkeypatch):
     tokenizer = SimpleNamespace(encode=lambda turns: turns[0])
     monkeypatch.setattr(serve, "serve", world.serve)
     monkeypatch.setattr(serve, "Client", world.client)
+    monkeypatch.setattr(serve, "free_memory_gib", lambda: 64.0)
     monkeypatch.setattr("talon_sglang.draft_head.check_draft_head", lambda *_: None)
     monkeypatch.setattr(prompt_sets, "ChatTokenizer", lambda _target: tokenizer)
     return world
@@ -151,6 +152,13 @@ def test_one_server_at_a_time_and_then_the_ratio_says_so(world, argv, capsys):
     assert measured(world) == [(name, text) for name in NAMES for text in texts]
     assert not summary(argv)[NAMES[2]]["all"]["faster_than_plain"]["in_turn"]
     assert "not measured in turn" in " ".join(capsys.readouterr().out.split())
+
+
+def test_servers_that_do_not_fit_into_memory_come_one_after_the_other(world, argv, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "free_memory_gib", lambda: 6.0)
+    assert serve.main(argv) == 0
+    assert [name for name, _ in measured(world)] == [name for name in NAMES for _ in range(5)]
+    assert "3 servers at once take about 8 GiB of memory and 6 are free" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_load_is_measured_and_another_one_can_be_added(world, argv, capsys):

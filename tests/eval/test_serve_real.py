@@ -10,6 +10,7 @@ import time
 import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang")
+from eval.serve import free_memory_gib  # noqa: E402
 from eval.trace import deepest_and_widest, read_trace  # noqa: E402
 from tests.toy import answer, tokenizer, write_toy  # noqa: E402
 
@@ -22,6 +23,8 @@ PROMPTS = {"sure": ["ab", "cde", "fgh"], "hopeless": ["z01"]}
 
 @pytest.fixture(scope="module")
 def measured(repo_root, tmp_path_factory):
+    if free_memory_gib() < 8:
+        pytest.skip("three servers at once need 8 GiB of free memory")
     folder = tmp_path_factory.mktemp("serve")
     target, head = write_toy(folder)
     bare = tokenizer()
