@@ -6,13 +6,15 @@ from eval.picture import name_of, visible
 from eval.trace import DraftRound, TraceError
 
 MOST_ROUNDS = 40  # of one request, to keep the page small
+SHOWN_QUESTION = 600  # characters
 
 
-def gallery(rounds: Sequence[DraftRound], decode: Callable[[list[int]], str], requests: int) -> list[dict]:
+def gallery(rounds: Sequence[DraftRound], decode: Callable[[list[int]], str], requests: int, questions: dict[str, str]) -> list[dict]:
     """Up to `requests` requests with their rounds, each of another prompt set as long as there are others.
 
-    A request: {name, rounds: [{names, parents, depths, p, accepted, text, new, degraded}]}. names: visible text of each node, the bonus
-    token last; p: draft probability of each node given its parent, in percent; text: what was generated before, new: what the round added.
+    questions: {"set/prompt id": text}, for requests that eval/serve.py sent. A request: {name, question, rounds: [{names, parents, depths, p,
+    accepted, text, new, degraded}]}. names: visible text of each node, the bonus token last; p: draft probability of each node given its
+    parent, in percent; text: what was generated before; new: what the round added.
     Raises TraceError when the trace holds no draft tree.
     """
     by_request: dict[str, list[DraftRound]] = {}
@@ -22,7 +24,7 @@ def gallery(rounds: Sequence[DraftRound], decode: Callable[[list[int]], str], re
     usable = {rid: found for rid, found in by_request.items() if found[0].round == 0 and any(len(one.tokens) > 1 for one in found)}
     if not usable:
         raise TraceError("The trace holds no draft tree; send at least one request of a few tokens to the TALON server.")
-    return [request(rid, usable[rid][:MOST_ROUNDS], decode) for rid in spread(list(usable), requests)]
+    return [request(rid, usable[rid][:MOST_ROUNDS], decode, questions) for rid in spread(list(usable), requests)]
 
 
 def spread(rids: list[str], count: int) -> list[str]:
@@ -38,7 +40,7 @@ def spread(rids: list[str], count: int) -> list[str]:
     return chosen
 
 
-def request(rid: str, rounds: Sequence[DraftRound], decode: Callable[[list[int]], str]) -> dict:
+def request(rid: str, rounds: Sequence[DraftRound], decode: Callable[[list[int]], str], questions: dict[str, str]) -> dict:
     generated, shown = [rounds[0].tokens[0]], []
     for one in rounds:
         new = [one.tokens[node] for node in one.accepted[1:]] + [one.bonus]
@@ -55,4 +57,6 @@ def request(rid: str, rounds: Sequence[DraftRound], decode: Callable[[list[int]]
             }
         )
         generated += new
-    return {"name": rid.rpartition(" #")[0] or rid, "rounds": shown}
+    name = rid.rpartition(" #")[0] or rid  # set/id c=1 T=0 #session
+    question = questions.get(name.rsplit(" ", 2)[0], "")
+    return {"name": name, "question": question if len(question) <= SHOWN_QUESTION else question[:SHOWN_QUESTION] + "…", "rounds": shown}

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.gallery import gallery
+from eval.prompts import UsageError, read_named
 from eval.report_model import build, run_legend
 from eval.results import ResultsError, read_results
 from eval.serve import console, positive, stop
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         model = build(body, accept, cost, breakdown, trees)
         write(args.out, page(model))
         write(args.out.with_suffix(".md"), markdown(model))
-    except (ResultsError, ReportError, TraceError) as error:
+    except (ResultsError, ReportError, TraceError, UsageError) as error:
         return stop(str(error))
     console.print(f"Report: {args.out} ({args.out.stat().st_size / 1024:.0f} KiB) and {args.out.with_suffix('.md')}", soft_wrap=True)
     return 0
@@ -52,7 +53,11 @@ def read_trees(args: argparse.Namespace) -> list[dict]:
         raise ReportError(f"--trace needs --target, a folder with the target's tokenizer, to name tokens; got {args.target}.")
     from transformers import AutoTokenizer
 
-    return gallery(read_trace(args.trace), AutoTokenizer.from_pretrained(args.target).decode, args.requests)
+    questions = {}
+    if args.prompts:
+        sets = read_named(args.prompts, None, None)
+        questions = {f"{name}/{prompt.id}": prompt.turns[0] for name, prompts in sets.items() for prompt in prompts}
+    return gallery(read_trace(args.trace), AutoTokenizer.from_pretrained(args.target).decode, args.requests, questions)
 
 
 def read_json(path: Path | None, flag: str, maker: str, field: str) -> dict | None:
@@ -110,6 +115,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("results", type=Path, help="JSON of eval/serve.py")
     parser.add_argument("--trace", type=Path, help="trace of eval/serve.py --trace, or of any server with --talon-trace")
     parser.add_argument("--target", type=Path, help="target model folder, for the text of the trace's tokens")
+    parser.add_argument("--prompts", type=Path, help="the prompts of eval/serve.py, to show what was asked beside the trees")
     parser.add_argument("--requests", type=positive, default=6, help="requests of the trace to show (default: 6)")
     parser.add_argument("--accept", type=Path, help="JSON of eval/accept.py")
     parser.add_argument("--cost", type=Path, help="JSON of eval/cost.py")

@@ -40,6 +40,8 @@ function startGallery(requests) {
   const choose = (one) => {
     request = one;
     chips.forEach((chip, i) => chip.setAttribute("aria-selected", requests[i] === one));
+    byId("question").textContent = one.question;
+    byId("question").hidden = !one.question;
     slider.max = one.rounds.length - 1;
     // Begin with the round that accepted most: it shows best what a tree is for.
     step(one.rounds.reduce((best, round, i) => (round.accepted.length > one.rounds[best].accepted.length ? i : best), 0));

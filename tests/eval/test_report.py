@@ -87,7 +87,7 @@ def body(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(body):
-    trees = gallery(rounds_of("chat/1 c=1 T=0 #1") + rounds_of("code/1 c=1 T=0 #1"), decode, 6)
+    trees = gallery(rounds_of("chat/1 c=1 T=0 #1") + rounds_of("code/1 c=1 T=0 #1"), decode, 6, {"chat/1": HOSTILE})
     return build(body, ACCEPT, COST, BREAKDOWN, trees)
 
 
@@ -236,8 +236,8 @@ def test_ticks_are_round_and_inside(low, high):
 
 
 def test_text_and_new_tokens_of_the_rounds_follow_on_each_other():
-    (one,) = gallery(rounds_of("chat/1 c=1 T=0 #1", 4), decode, 3)
-    assert one["name"] == "chat/1 c=1 T=0"
+    (one,) = gallery(rounds_of("chat/1 c=1 T=0 #1", 4), decode, 3, {"chat/1": "Why?", "chat/11": "No."})
+    assert (one["name"], one["question"]) == ("chat/1 c=1 T=0", "Why?")
     for before, after in zip(one["rounds"], one["rounds"][1:]):
         assert before["text"] + "".join(before["new"]) == after["text"]
     last = one["rounds"][-1]
@@ -246,9 +246,9 @@ def test_text_and_new_tokens_of_the_rounds_follow_on_each_other():
 
 def test_chosen_requests_are_of_many_sets_and_whole():
     rounds = [one for name in ("a/1", "a/2", "a/3", "b/1") for one in rounds_of(name)] + rounds_of("c/1")[1:]
-    assert [one["name"] for one in gallery(rounds, decode, 3)] == ["a/1", "b/1", "a/2"]
+    assert [one["name"] for one in gallery(rounds, decode, 3, {})] == ["a/1", "b/1", "a/2"]
     with pytest.raises(TraceError, match="holds no draft tree"):
-        gallery(rounds_of("c/1")[1:], decode, 3)
+        gallery(rounds_of("c/1")[1:], decode, 3, {})
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to run the page's script")
