@@ -130,14 +130,14 @@ class Client:
         Raises RequestError at the first failure.
         """
         names = rids or [None] * len(prompts)
-        with ThreadPoolExecutor(max_workers=concurrency) as pool:
-            futures = [pool.submit(self.generate, ids, max_new_tokens, rid=rid, **options) for ids, rid in zip(prompts, names, strict=True)]
-            try:
-                for future in futures:
-                    yield future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+        pool = ThreadPoolExecutor(max_workers=concurrency)
+        futures = [pool.submit(self.generate, ids, max_new_tokens, rid=rid, **options) for ids, rid in zip(prompts, names, strict=True)]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            # After Ctrl-C or a failure nobody waits for the requests in flight: they end with the server.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges of /metrics, summed over their labels, by metric name. Raises RequestError when there is no such page."""

@@ -12,8 +12,8 @@ SHOWN_QUESTION = 600  # characters
 def gallery(rounds: Sequence[DraftRound], decode: Callable[[list[int]], str], requests: int, questions: dict[str, str]) -> list[dict]:
     """Up to `requests` requests with their rounds, each of another prompt set as long as there are others.
 
-    questions: {"set/prompt id": text}, for requests that eval/serve.py sent. A request: {name, question, rounds: [{names, parents, depths, p,
-    accepted, text, new, degraded}]}. names: visible text of each node, the bonus token last; p: draft probability of each node given its
+    questions: {"set/prompt id": text}, for requests that eval/serve.py sent. A request: {name, question, rounds: [{names, parents, depths,
+    p, accepted, text, new, degraded}]}. names: visible text of each node, the bonus token last; p: draft probability of each node given its
     parent, in percent; text: what was generated before; new: what the round added.
     Raises TraceError when the trace holds no draft tree.
     """

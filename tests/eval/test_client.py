@@ -128,3 +128,16 @@ def test_a_streamed_answer_comes_in_chunks_with_their_times(client):
 def test_a_stream_that_fails_is_one_sentence(client, ids, sentence):
     with pytest.raises(RequestError, match=sentence):
         client.generate(ids, 5, stream=True)
+
+
+def test_a_failure_does_not_wait_for_the_requests_in_flight(client, monkeypatch):
+    def slow_or_wrong(ids, *_args, **_options):
+        if ids == [0]:
+            raise RequestError("no zeros please")
+        time.sleep(3)
+
+    monkeypatch.setattr(client, "generate", slow_or_wrong)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match="no zeros"):
+        list(client.generate_all([[0], [1], [2], [3]], 5, concurrency=2))
+    assert time.monotonic() - started < 1.5
