@@ -38,6 +38,7 @@ A rerun with the same --out continues behind what is finished; more servers, con
 """
 WARM_UP_TEXTS = ("Name three colours.", "Count from one to ten.", "Write one sentence about rain.")
 WARM_UP_TOKENS = 8
+START_TIMEOUT_S = 600.0  # the first server is already up when the last one starts
 SERVER_GIB = 2.5  # a CPU server of a small model: three processes of about 0.5 GiB, its KV pool, and room
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -156,7 +157,7 @@ class Asked:
             cut_unfinished_line(self.spec.trace)
             with console.status(f"{self.spec.name}: starting the server"):
                 log = self.args.out.with_suffix("") / f"{self.spec.name.replace(' ', '-')}.log"
-                self.server = self.stack.enter_context(serve(self.spec, log_path=log))
+                self.server = self.stack.enter_context(serve(self.spec, log_path=log, start_timeout_s=START_TIMEOUT_S))
             self.client = self.stack.enter_context(Client(self.server.url))
             with self._reason_of_death():
                 self._warm_up()
