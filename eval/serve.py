@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -102,22 +103,21 @@ def measure_group(specs: list[ServerSpec], sets: PromptSets, results: ResultsFil
     An idle server sleeps, so that it takes no time from the one that is asked. Which one is asked first changes from block to block. A
     block counts when all of them have answered it.
     """
-    jobs = [job for job in all_jobs(args, sets) if any(results.finished(job.load, spec.name, job.set_name) <= job.number for spec in specs)]
-    waiting = {spec.name for spec in specs for job in jobs if results.finished(job.load, spec.name, job.set_name) <= job.number}
+    jobs = [job for job in all_jobs(args, sets) if any(job.missing(spec, results) for spec in specs)]
+    waiting = [spec for spec in specs if any(job.missing(spec, results) for job in jobs)]
     for spec in specs:
-        if spec.name not in waiting:
+        if spec not in waiting:
             console.print(f"[dim]{spec.name}: already measured[/]")
-    specs = [spec for spec in specs if spec.name in waiting]
-    if not specs:
+    if not waiting:
         return
     session = results.sessions + 1
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(Asked(spec, args)) for spec in specs]
+        servers = [stack.enter_context(Asked(spec, args)) for spec in waiting]
         progress = stack.enter_context(progress_bars())
         bar = progress.add_task("", total=sum(len(job.prompts) for job in jobs))
         for job in jobs:
             progress.update(bar, description=f"{job.load.key}: {job.set_name}")
-            missing = [one for one in servers if results.finished(job.load, one.spec.name, job.set_name) <= job.number]
+            missing = [one for one in servers if job.missing(one.spec, results)]
             first = job.number % len(missing)
             found = [(one, one.ask(job, session)) for one in missing[first:] + missing[:first]]
             for one, block in found:
@@ -128,11 +128,18 @@ def measure_group(specs: list[ServerSpec], sets: PromptSets, results: ResultsFil
                 console.print(f"{job.load.key}: {job.set_name} finished")
 
 
+@dataclass(frozen=True)
 class Job:
-    """A block of a prompt set under one load: the unit in which servers take turns."""
+    """A block of a prompt set under one load: the unit in which servers take turns. last: of its set."""
 
-    def __init__(self, load: Load, set_name: str, number: int, prompts: list[tuple[str, list[int]]], last: bool):
-        self.load, self.set_name, self.number, self.prompts, self.last = load, set_name, number, prompts, last
+    load: Load
+    set_name: str
+    number: int
+    prompts: list[tuple[str, list[int]]]
+    last: bool
+
+    def missing(self, spec: ServerSpec, results: ResultsFile) -> bool:
+        return results.finished(self.load, spec.name, self.set_name) <= self.number
 
 
 def all_jobs(args: argparse.Namespace, sets: PromptSets) -> Iterator[Job]:
