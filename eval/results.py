@@ -103,6 +103,10 @@ class ResultsFile:
         if time.monotonic() - self.saved_at > SAVE_EVERY_S:
             self.save(with_summary=False)
 
+    def save_unfinished(self) -> None:
+        if not self.empty:
+            self.save(with_summary=False)
+
     def _load(self, settings: dict) -> None:
         try:
             body = json.loads(self.path.read_text())

@@ -113,6 +113,7 @@ def measure_group(specs: list[ServerSpec], sets: PromptSets, results: ResultsFil
     session = results.sessions + 1
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(Asked(spec, args)) for spec in waiting]
+        stack.callback(results.save_unfinished)  # before the servers are ended, which takes a while: who sends SIGTERM may be impatient
         progress = stack.enter_context(progress_bars())
         bar = progress.add_task("", total=sum(len(job.prompts) for job in jobs))
         for job in jobs:
@@ -262,7 +263,7 @@ def open_results(args: argparse.Namespace, sets: PromptSets, command: list[str])
     }
     if args.fresh:
         args.out.unlink(missing_ok=True)
-    results = ResultsFile(args.out, settings, command_without_paths(command))
+    results = ResultsFile(args.out, settings, f"python {command_without_paths(command)}")
     if args.trace and results.empty:
         args.trace.unlink(missing_ok=True)
     return results

@@ -172,7 +172,7 @@ def test_every_load_is_measured_and_another_one_can_be_added(world, argv, capsys
     loads = {(temperature, concurrency) for _, text, temperature, concurrency in world.asked if text not in serve.WARM_UP_TEXTS}
     assert loads == {(0.7, 1), (0.7, 2)}
     assert summary(argv, "c=2 T=0.7")["plain"]["all"]["same_as_plain"] is None  # sampled answers differ between any two runs
-    assert len(results(argv)["commands"]) == 2
+    assert [line.split(" --")[0] for line in results(argv)["commands"]] == ["python eval/serve.py"] * 2
 
 
 def test_several_requests_at_a_time_come_in_blocks_that_keep_them_busy(world, argv, tmp_path):
@@ -216,6 +216,24 @@ def test_ctrl_c_keeps_what_is_finished(world, argv, capsys):
     assert finished(argv) == {name: {"chat": 2} for name in NAMES}
     assert summary(argv)[NAMES[2]]["all"]["prompts"] == 2
     assert world.alive == []
+
+
+def test_what_is_finished_is_on_disk_before_the_servers_are_ended(world, argv, monkeypatch):
+    """Ending servers takes a while, and whoever asked for the end may not wait."""
+    seen, serve_one = [], world.serve
+
+    @contextlib.contextmanager
+    def watched(spec, **kwargs):
+        with serve_one(spec, **kwargs) as server:
+            try:
+                yield server
+            finally:
+                seen.append(finished(argv))
+
+    monkeypatch.setattr(serve, "serve", watched)
+    world.refuse = (NAMES[2], "chat 2", KeyboardInterrupt())
+    assert serve.main(argv) == 1
+    assert seen == [{name: {"chat": 2} for name in NAMES}] * 3
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_the_file_as_it_was(world, argv, capsys, monkeypatch):
