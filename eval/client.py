@@ -1,5 +1,6 @@
-"""Greedy requests to a running SGLang server through its native /generate endpoint, as token ids in and token ids out."""
+"""Requests to a running SGLang server through its native /generate endpoint, as token ids in and token ids out."""
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +24,13 @@ class Answer:
     output_ids: generated token ids, the end token included when the model produced it
     meta: SGLang's `meta_info`, unchanged
     latency_s: wall-clock seconds from sending the request to holding the whole answer
+    chunks: of a streamed answer, (tokens that came, seconds since the request or the chunk before); empty otherwise
     """
 
     output_ids: list[int]
     meta: dict = field(repr=False)
     latency_s: float
+    chunks: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -72,35 +75,69 @@ class Client:
     def __exit__(self, *_exc) -> None:
         self._http.close()
 
-    def generate(self, input_ids: list[int], max_new_tokens: int, **sampling) -> Answer:
+    def generate(self, input_ids: list[int], max_new_tokens: int, *, rid: str | None = None, stream: bool = False, **sampling) -> Answer:
         """One greedy completion of at most `max_new_tokens` tokens; `sampling` overrides single sampling parameters.
 
+        rid: the server's name for the request, in its log and in a TALON trace (default: one of its own)
+        stream: take the answer in chunks, which gives `Answer.chunks`
         Raises RequestError with the server's own message when it answers anything but 200 or goes away.
         """
-        parameters = {"temperature": 0.0, "max_new_tokens": max_new_tokens, **sampling}
+        body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens, **sampling}}
+        body |= {} if rid is None else {"rid": rid}
         started = time.perf_counter()
         try:
-            response = self._http.post(self.url + "/generate", json={"input_ids": input_ids, "sampling_params": parameters})
+            if stream:
+                return self._stream(body | {"stream": True}, started)
+            response = self._http.post(self.url + "/generate", json=body)
         except httpx.HTTPError as error:
             raise RequestError(f"The server at {self.url} did not answer a request of {len(input_ids)} tokens ({error!r}).") from error
         latency_s = time.perf_counter() - started
         if response.status_code != 200:
-            raise RequestError(
-                f"The server refused a request of {len(input_ids)} tokens with status {response.status_code}: {response.text[:300]}"
-            )
-        body = response.json()
-        return Answer(body["output_ids"], body["meta_info"], latency_s)
+            raise self._refusal(len(input_ids), response)
+        found = response.json()
+        return Answer(found["output_ids"], found["meta_info"], latency_s)
 
-    def generate_all(self, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int = 1, **sampling) -> Iterator[Answer]:
-        """Answers in the order of `prompts`, with at most `concurrency` requests in flight. Raises RequestError at the first failure."""
-        with ThreadPoolExecutor(max_workers=concurrency) as pool:
-            futures = [pool.submit(self.generate, ids, max_new_tokens, **sampling) for ids in prompts]
-            try:
-                for future in futures:
-                    yield future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+    def _stream(self, body: dict, started: float) -> Answer:
+        """Server-sent events, one a chunk, each with all tokens so far."""
+        size, last, chunks, event = len(body["input_ids"]), started, [], None
+        with self._http.stream("POST", self.url + "/generate", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise self._refusal(size, response)
+            for line in response.iter_lines():
+                if not line.startswith("data:") or line.endswith("[DONE]"):
+                    continue
+                now, data = time.perf_counter(), json.loads(line.removeprefix("data:"))
+                if "error" in data:
+                    raise RequestError(f"The server broke off a request of {size} tokens: {str(data['error'])[:300]}")
+                new = len(data["output_ids"]) - (len(event["output_ids"]) if event else 0)
+                if new:
+                    chunks.append((new, now - last))
+                    last = now
+                event = data
+        if event is None:
+            raise RequestError(f"The server at {self.url} ended a request of {size} tokens without an answer.")
+        return Answer(event["output_ids"], event["meta_info"], time.perf_counter() - started, chunks)
+
+    def _refusal(self, size: int, response: httpx.Response) -> RequestError:
+        return RequestError(f"The server refused a request of {size} tokens with status {response.status_code}: {response.text[:300]}")
+
+    def generate_all(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int = 1, *, rids: Sequence[str] | None = None, **options
+    ) -> Iterator[Answer]:
+        """Answers in the order of `prompts`, with at most `concurrency` requests in flight; `options` as in `generate`.
+
+        Raises RequestError at the first failure.
+        """
+        names = rids or [None] * len(prompts)
+        pool = ThreadPoolExecutor(max_workers=concurrency)
+        futures = [pool.submit(self.generate, ids, max_new_tokens, rid=rid, **options) for ids, rid in zip(prompts, names, strict=True)]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            # After Ctrl-C or a failure nobody waits for the requests in flight: they end with the server.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges of /metrics, summed over their labels, by metric name. Raises RequestError when there is no such page."""

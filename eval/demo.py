@@ -27,7 +27,7 @@ EXAMPLES = """examples:
   python eval/demo.py --prompts sharegpt.json # train on other prompts: ShareGPT, UltraChat, JSONL or plain text
   python eval/demo.py --list                  # the commands, without running them
 """
-NAMES = ("target", "answers", "train", "export", "serve", "picture")
+NAMES = ("target", "answers", "train", "export", "serve", "picture", "report")
 STARTER = REPO / "train" / "prompts" / "starter.jsonl"
 RECIPE = REPO / "recipes" / "smollm2-135m-cpu-quick.yaml"
 TRAIN_PROMPTS = 480  # of a prompt file without a split; the demo's time budget is made for about this many
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     except StageError as error:
         return _stop(str(error))
     print_outcomes(outcomes, console)
-    console.print(f"Everything is in {folder}: results.json, trees.png and the trained head in head/.", soft_wrap=True)
+    console.print(f"Everything is in {folder}: report.html, results.json, trees.png and the trained head in head/.", soft_wrap=True)
     return 0
 
 
@@ -63,7 +63,7 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
     target = cache_dir() / "smollm2-135m-instruct"
     train_prompts, eval_prompts, answers = folder / "prompts-train.jsonl", folder / "prompts-eval.jsonl", folder / "answers.jsonl"
     features, run, head = folder / "features", folder / "run", folder / "head"
-    results, trace, picture = folder / "results.json", folder / "trace.jsonl", folder / "trees.png"
+    results, trace, picture, page = (folder / name for name in ("results.json", "trace.jsonl", "trees.png", "report.html"))
     places = {"target": target, "answers.prompts": train_prompts, "answers.file": answers, "features.folder": features, "output_dir": run}
     with_recipe = ["--recipe", recipe, *(word for field, place in places.items() for word in ("--set", f"{field}={place}"))]
     draw = [python, "eval/picture.py", "--trace", trace, "--tokenizer", target, "--out", picture]
@@ -104,11 +104,14 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
         ),
         Stage(
             "serve",
-            "three SGLang servers, one after the other, answer held-out prompts",
+            "three SGLang servers answer held-out prompts in turn",
             [python, "eval/serve.py", "--target", target, "--head", head, "--prompts", eval_prompts]
             + ["--max-new-tokens", "40", "--talon", "16,4", "--eagle3", "4,4,16", "--trace", trace, "--out", results],
             outputs=[results, trace],
-            sources=sources("talon_sglang/**/*.py", *(f"eval/{name}.py" for name in ("serve", "servers", "client", "stats", "results"))),
+            sources=sources(
+                "talon_sglang/**/*.py",
+                *(f"eval/{name}.py" for name in ("serve", "servers", "client", "prompts", "stats", "results", "table")),
+            ),
             inputs=[eval_prompts],
             scratch=[folder / "results"],
             replay=[python, "eval/table.py", results],
@@ -120,6 +123,13 @@ def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
             outputs=[picture],
             sources=sources("eval/picture.py", "eval/trace.py"),
             replay=draw,
+        ),
+        Stage(
+            "report",
+            "all of it as one page, with the trees to step through",
+            [python, "eval/report.py", results, "--trace", trace, "--target", target, "--out", page],
+            outputs=[page],
+            sources=sources("eval/report*.py", "eval/report_page/*", "eval/charts.py", "eval/gallery.py"),
         ),
     ]
 

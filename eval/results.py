@@ -1,8 +1,10 @@
-"""The results file of eval/serve.py: what was measured, under which settings, by which versions; written after every prompt set.
+"""The results file of eval/serve.py: what was measured, under which settings, by which versions.
 
-Layout: {settings, versions, machine, command, specs: {run: {...}}, runs: {run: {set: SetResult}}, summary: {run: {set or "all": Figures}}}.
+Layout: {settings, versions, machine, commands, specs: {run: {...}}, loads: {"c=1 T=0": {concurrency, temperature,
+runs: {run: {set: [Block]}}, summary: {run: {set or "all": Figures}}}}}.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,62 +12,107 @@ import platform
 import shlex
 import shutil
 import subprocess
-from dataclasses import asdict
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 from eval.servers import ServerSpec
-from eval.stats import Run, SetResult, figures, time_ratio
+from eval.stats import Block, Run, SetResult, figures, pairs, throughput_ratio, time_ratio
 
 PLAIN = "plain"
+SAVE_EVERY_S = 5.0
 
 
 class ResultsError(RuntimeError):
     """A results file that cannot be continued. `str()` is one sentence."""
 
 
-class ResultsFile:
-    """Finished prompt sets by run, saved at once (temporary name, then renamed), so that an interrupted evaluation continues where it was.
+@dataclass(frozen=True)
+class Load:
+    """How a server is asked: `concurrency` requests in flight, at `temperature`."""
 
+    concurrency: int = 1
+    temperature: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return f"c={self.concurrency} T={self.temperature:g}"
+
+
+class ResultsFile:
+    """Finished blocks by load, run and prompt set; an interrupted evaluation continues behind them.
+
+    `save` writes under a temporary name and renames, so the file on disk is whole at any time.
     Raises ResultsError when `path` exists but holds other settings or is no results file.
     """
 
     def __init__(self, path: Path, settings: dict, command: str):
         self.path = path
-        self.head = {"settings": settings, "versions": versions(), "machine": machine(), "command": command}
+        self.head = {"settings": settings, "versions": versions(), "machine": machine(), "commands": [command]}
         self.specs: dict[str, dict] = {}
-        self.runs: dict[str, dict[str, SetResult]] = {}
+        self.loads: dict[Load, dict[str, dict[str, list[Block]]]] = {}
+        self.saved_at = time.monotonic()
         if path.exists():
             self._load(settings)
 
-    def get(self, run: str, set_name: str) -> SetResult | None:
-        return self.runs.get(run, {}).get(set_name)
+    @property
+    def empty(self) -> bool:
+        return not self.loads
 
-    def add(self, spec: ServerSpec, set_name: str, result: SetResult) -> None:
+    @property
+    def sessions(self) -> int:
+        """How often servers had been started for what is in the file."""
+        found = [block.session for runs in self.loads.values() for sets in runs.values() for blocks in sets.values() for block in blocks]
+        return max(found, default=0)
+
+    def finished(self, load: Load, run: str, set_name: str) -> int:
+        """Number of finished blocks."""
+        return len(self.loads.get(load, {}).get(run, {}).get(set_name, ()))
+
+    def add(self, load: Load, spec: ServerSpec, set_name: str, block: Block) -> None:
+        """Keeps a block; it is on disk after the next `save`."""
         self.specs[spec.name] = spec_settings(spec)
-        self.runs.setdefault(spec.name, {})[set_name] = result
-        self.save()
+        self.loads.setdefault(load, {}).setdefault(spec.name, {}).setdefault(set_name, []).append(block)
 
-    def body(self) -> dict:
-        return {
-            **self.head,
-            "specs": self.specs,
-            "runs": {run: {name: result.to_json() for name, result in sets.items()} for run, sets in self.runs.items()},
-            "summary": summary(self.runs, self.specs),
-        }
+    def body(self, with_summary: bool = True) -> dict:
+        loads = {}
+        for load in sorted(self.loads, key=lambda load: (load.temperature, load.concurrency)):
+            runs = self.loads[load]
+            table = {run: {name: [block.to_json() for block in blocks] for name, blocks in sets.items()} for run, sets in runs.items()}
+            loads[load.key] = {**asdict(load), "runs": table, "summary": {}}
+        body = {**self.head, "specs": self.specs, "loads": loads}
+        return summarised(body) if with_summary else body
 
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def save(self, with_summary: bool = True) -> None:
+        """Raises ResultsError when the disk is full or the folder cannot be written; what was on disk before stays."""
         temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text(json.dumps(self.body(), indent=1) + "\n")
-        temporary.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self.body(with_summary)) + "\n")
+            temporary.replace(self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise ResultsError(f"{self.path} cannot be written ({error.strerror}); make room, and the same command continues.") from error
+        self.saved_at = time.monotonic()
+
+    def save_now_and_then(self) -> None:
+        """`save`, but at most every few seconds and without the summary, since both take a while on a large file."""
+        if time.monotonic() - self.saved_at > SAVE_EVERY_S:
+            self.save(with_summary=False)
+
+    def save_unfinished(self) -> None:
+        if not self.empty:
+            self.save(with_summary=False)
 
     def _load(self, settings: dict) -> None:
         try:
             body = json.loads(self.path.read_text())
-            found = body["settings"]
-            runs = {run: {name: SetResult.from_json(data) for name, data in sets.items()} for run, sets in body["runs"].items()}
-            self.specs, self.runs = dict(body["specs"]), runs
+            found, self.specs = body["settings"], dict(body["specs"])
+            self.loads = read_loads(body)
+            self.head["commands"] = list(dict.fromkeys([*body["commands"], *self.head["commands"]]))
         except (ValueError, KeyError, TypeError) as error:
             raise ResultsError(f"{self.path} is not a results file of eval/serve.py ({error!r}); choose another --out.") from error
         for key in sorted(settings.keys() | found.keys()):
@@ -76,26 +123,61 @@ class ResultsFile:
                 )
 
 
-def summary(runs: dict[str, Run], specs: dict[str, dict]) -> dict:
+def read_results(path: Path) -> dict:
+    """A parsed results file, its summaries filled in where the evaluation was cut off before it wrote them.
+
+    Raises ResultsError when the file cannot be read or is none of eval/serve.py.
+    """
+    try:
+        return summarised(json.loads(path.read_text()))
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be read ({error.strerror}); pass the JSON that eval/serve.py --out named.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{path} is not a results file of eval/serve.py ({error!r}); pass the JSON that --out named.") from error
+
+
+def summarised(body: dict) -> dict:
+    for load, runs in read_loads(body).items():
+        found = body["loads"][load.key]
+        found["summary"] = found["summary"] or summary(results_of(runs), body["specs"], load.temperature == 0)
+    return body
+
+
+def read_loads(body: dict) -> dict[Load, dict[str, dict[str, list[Block]]]]:
+    """The measurements of a parsed results file. Raises KeyError or TypeError when it is none."""
+    return {
+        Load(found["concurrency"], found["temperature"]): {
+            run: {name: [Block.from_json(data) for data in blocks] for name, blocks in sets.items()} for run, sets in found["runs"].items()
+        }
+        for found in body["loads"].values()
+    }
+
+
+def results_of(runs: dict[str, dict[str, list[Block]]]) -> dict[str, Run]:
+    return {run: {name: SetResult(blocks) for name, blocks in sets.items()} for run, sets in runs.items()}
+
+
+def summary(runs: dict[str, Run], specs: dict[str, dict], greedy: bool = True) -> dict:
     """Figures by run and prompt set, and over all sets; for each TALON run also how much faster it is than each comparable EAGLE3 run."""
     plain = runs.get(PLAIN)
     table: dict[str, dict] = {}
     for run, sets in runs.items():
         groups = {**{name: [name] for name in sets}, "all": list(sets)}
-        table[run] = {name: asdict(figures(sets, plain, group)) for name, group in groups.items()}
-        for base in comparable(run, specs):
+        table[run] = {name: asdict(figures(sets, plain, group, greedy)) for name, group in groups.items()}
+        for base in comparable(run, specs, runs):
             for name, group in groups.items():
                 shared = [one for one in group if one in runs[base]]
-                if shared:
+                if pairs(sets, runs[base], shared):
                     table[run][name].setdefault("faster_than_eagle3", {})[base] = asdict(time_ratio(sets, runs[base], shared))
+                    table[run][name].setdefault("more_than_eagle3", {})[base] = asdict(throughput_ratio(sets, runs[base], shared))
     return table
 
 
-def comparable(run: str, specs: dict[str, dict]) -> list[str]:
-    """The EAGLE3 runs that a TALON run is held against: those with the same verify width N; all of them when none has it."""
+def comparable(run: str, specs: dict[str, dict], runs: Iterable[str]) -> list[str]:
+    """Those of `runs` that a TALON run is held against: EAGLE3 with the same verify width N; all EAGLE3 when none has it."""
     if specs[run]["algorithm"] != "TALON":
         return []
-    eagle3 = [name for name, spec in specs.items() if spec["algorithm"] == "EAGLE3"]
+    eagle3 = [name for name in runs if specs[name]["algorithm"] == "EAGLE3"]
     same = [name for name in eagle3 if specs[name]["nodes"] == specs[run]["nodes"]]
     return same or eagle3
 

@@ -1,140 +1,245 @@
-"""Sends the same prompts to SGLang without speculation, with stock EAGLE3 and with TALON, one server after the other, and compares them."""
+"""Sends the same prompts to SGLang without speculation, with stock EAGLE3 and with TALON, in turn, and compares them."""
 
 import argparse
 import contextlib
-import json
+import itertools
+import math
+import re
 import signal
 import sys
 import time
-from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eval.client import ChatTokenizer, Client, RequestError
-from eval.results import ResultsError, ResultsFile, command_without_paths, fingerprint
+from eval.client import Client, RequestError
+from eval.prompts import HUB_SETS, PromptSets, UsageError, console, load_sets
+from eval.results import Load, ResultsError, ResultsFile, command_without_paths, fingerprint
 from eval.servers import RunningServer, ServerError, ServerSpec, serve
-from eval.stats import AnswerRow, SetResult
+from eval.stats import COUNTERS, AnswerRow, Block
 from eval.table import print_table
-from train.data import Prompt, read_prompts
 
-EXAMPLES = """examples:
-  # the three servers on six prompt sets, four prompts of each
+EXAMPLES = f"""examples:
+  # the three servers on a folder of prompt sets, four prompts of each
   python eval/serve.py --target .cache/smollm2-135m-instruct --head runs/quick/head --prompts prompts/ --limit 4 --out results.json
 
   # two TALON settings against two EAGLE3 settings, fp32 (greedy output must then equal plain decoding)
   python eval/serve.py --target T --head H --prompts chat.jsonl --dtype float32 --talon 16,4 --talon 60,10 --eagle3 4,4,16 --eagle3 10,8,60
 
-A rerun with the same --out continues: finished prompt sets of finished servers are not measured again.
+  # 1, 2, 4 and 8 requests in flight, greedy and sampled, with times to the first token and between tokens; then a page to look at
+  python eval/serve.py --target T --head H --prompts hub --limit 10 --concurrency 1 2 4 8 --temperature 0 1 --stream --trace trace.jsonl
+  python eval/report.py results.json --trace trace.jsonl --target T --out report.html
+
+The sets of --prompts hub: {", ".join(HUB_SETS)}.
+A rerun with the same --out continues behind what is finished; more servers, concurrencies and temperatures may be added to it.
 """
 WARM_UP_TEXTS = ("Name three colours.", "Count from one to ten.", "Write one sentence about rain.")
 WARM_UP_TOKENS = 8
+START_TIMEOUT_S = 600.0  # the first server is already up when the last one starts
+SERVER_GIB = 2.5  # a CPU server of a small model: three processes of about 0.5 GiB, its KV pool, and room
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-console = Console()
-
-# Prompt sets: {set name: [(prompt id, input ids), ...]}
-PromptSets = dict[str, list[tuple[str, list[int]]]]
-
-
-class UsageError(RuntimeError):
-    """Something about the call is wrong. `str()` is one sentence."""
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an ended evaluation also ends its server
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an ended evaluation also ends its servers
     try:
         check_folders(args)
+        check_head(args)
         sets = load_sets(args)
         results = open_results(args, sets, sys.argv if argv is None else ["eval/serve.py", *argv])
     except (UsageError, ResultsError) as error:
         return stop(str(error))
     failure = measure_all(args, sets, results)
-    if results.runs:
-        results.save()
+    if not results.empty:
+        try:
+            results.save()
+        except ResultsError as error:
+            failure = failure or str(error)
         print_table(results.body(), console)
         console.print(f"Results: {args.out}")
     return stop(failure) if failure else 0
 
 
 def measure_all(args: argparse.Namespace, sets: PromptSets, results: ResultsFile) -> str | None:
-    """Measures every server that has unfinished sets. Returns one sentence when it had to stop early; what was finished is on disk."""
+    """Measures what is missing. Returns one sentence when it had to stop early."""
+    specs = server_specs(args)
     try:
-        for spec in server_specs(args):
-            todo = {name: prompts for name, prompts in sets.items() if results.get(spec.name, name) is None}
-            if not todo:
-                console.print(f"[dim]{spec.name}: already measured[/]")
-                continue
-            measure_server(spec, todo, results, args)
+        for group in [specs] if in_turn(args, len(specs)) else [[spec] for spec in specs]:
+            measure_group(group, sets, results, args)
     except KeyboardInterrupt:
-        return f"Interrupted; finished prompt sets are kept in {args.out}, and the same command continues from there."
-    except (ServerError, RequestError) as error:
+        return f"Interrupted; finished measurements are kept in {args.out}, and the same command continues from there."
+    except (ServerError, RequestError, ResultsError) as error:
         if isinstance(error, ServerError) and error.log_tail:
             console.print(error.log_tail, style="dim", markup=False, highlight=False)
         return str(error)
     return None
 
 
-def measure_server(spec: ServerSpec, todo: PromptSets, results: ResultsFile, args: argparse.Namespace) -> None:
-    """Starts one server, warms it up and measures `todo`, set by set."""
+def in_turn(args: argparse.Namespace, servers: int) -> bool:
+    """All servers at once, taking turns? Not on a GPU, whose memory one server takes whole, nor where they do not fit into memory."""
+    if args.one_by_one or not ServerSpec(args.target, device=args.device).on_cpu:
+        return False
+    weights = sum(path.stat().st_size for path in args.target.glob("*.safetensors")) / 2**30
+    need, free = servers * (SERVER_GIB + 1.5 * weights), free_memory_gib()
+    if need > free:
+        console.print(f"{servers} servers at once take about {need:.0f} GiB of memory and {free:.0f} are free: one after the other, then.")
+    return need <= free
+
+
+def free_memory_gib() -> float:
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
+    return int(found[1]) / 2**20 if found else math.inf
+
+
+def measure_group(specs: list[ServerSpec], sets: PromptSets, results: ResultsFile, args: argparse.Namespace) -> None:
+    """Starts the servers that have something left to measure, and sends them one block of prompts after the other, in turn.
+
+    An idle server sleeps, so that it takes no time from the one that is asked. Which one is asked first changes from block to block. A
+    block counts when all of them have answered it.
+    """
+    jobs = [job for job in all_jobs(args, sets) if any(job.missing(spec, results) for spec in specs)]
+    waiting = [spec for spec in specs if any(job.missing(spec, results) for job in jobs)]
+    for spec in specs:
+        if spec not in waiting:
+            console.print(f"[dim]{spec.name}: already measured[/]")
+    if not waiting:
+        return
+    session = results.sessions + 1
     with contextlib.ExitStack() as stack:
-        with console.status(f"{spec.name}: starting the server"):
-            server = stack.enter_context(serve(spec, log_path=args.out.with_suffix("") / f"{spec.name.replace(' ', '-')}.log"))
-        client = stack.enter_context(Client(server.url))
+        servers = [stack.enter_context(Asked(spec, args)) for spec in waiting]
+        stack.callback(results.save_unfinished)  # before the servers are ended, which takes a while: who sends SIGTERM may be impatient
         progress = stack.enter_context(progress_bars())
-        bar = progress.add_task(f"{spec.name} (up in {server.start_s:.0f} s): warm-up", total=sum(map(len, todo.values())))
+        bar = progress.add_task("", total=sum(len(job.prompts) for job in jobs))
+        for job in jobs:
+            progress.update(bar, description=f"{job.load.key}: {job.set_name}")
+            missing = [one for one in servers if job.missing(one.spec, results)]
+            first = job.number % len(missing)
+            found = [(one, one.ask(job, session)) for one in missing[first:] + missing[:first]]
+            for one, block in found:
+                results.add(job.load, one.spec, job.set_name, block)
+            results.save_now_and_then()
+            progress.advance(bar, len(job.prompts))
+            if not console.is_terminal and job.last:  # in a log file the bar shows only its end
+                console.print(f"{job.load.key}: {job.set_name} finished")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A block of a prompt set under one load: the unit in which servers take turns. last: of its set."""
+
+    load: Load
+    set_name: str
+    number: int
+    prompts: list[tuple[str, list[int]]]
+    last: bool
+
+    def missing(self, spec: ServerSpec, results: ResultsFile) -> bool:
+        return results.finished(self.load, spec.name, self.set_name) <= self.number
+
+
+def all_jobs(args: argparse.Namespace, sets: PromptSets) -> Iterator[Job]:
+    """Blocks in the order in which they are sent. One prompt a block with one request in flight; with c of them 4c, because at the end of
+    each block fewer than c are left in flight.
+    """
+    for temperature, concurrency in itertools.product(args.temperature, args.concurrency):
+        size = 1 if concurrency == 1 else 4 * concurrency
+        for name, prompts in sets.items():
+            for number, start in enumerate(range(0, len(prompts), size)):
+                yield Job(Load(concurrency, temperature), name, number, prompts[start : start + size], start + size >= len(prompts))
+
+
+class Asked:
+    """A running server and the way to ask it. A context manager; raises ServerError when the server does not start."""
+
+    def __init__(self, spec: ServerSpec, args: argparse.Namespace):
+        self.spec, self.args, self.stack = spec, args, contextlib.ExitStack()
+
+    def __enter__(self):
+        with self.stack:
+            cut_unfinished_line(self.spec.trace)
+            with console.status(f"{self.spec.name}: starting the server"):
+                log = self.args.out.with_suffix("") / f"{self.spec.name.replace(' ', '-')}.log"
+                self.server = self.stack.enter_context(serve(self.spec, log_path=log, start_timeout_s=START_TIMEOUT_S))
+            self.client = self.stack.enter_context(Client(self.server.url))
+            with self._reason_of_death():
+                self._warm_up()
+            self.stack = self.stack.pop_all()
+        console.print(f"[dim]{self.spec.name}: up in {self.server.start_s:.0f} s[/]")
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stack.close()
+
+    def ask(self, job: Job, session: int) -> Block:
+        """Sends one block and counts. Draft forwards: EAGLE3 runs exactly `steps` a round; TALON counts its own on /metrics."""
+        rids = [f"{job.set_name}/{prompt_id} {job.load.key} #{session}" for prompt_id, _ in job.prompts]
+        with self._reason_of_death():
+            before = self._counters()
+            started = time.perf_counter()
+            answers = list(self._generate([ids for _, ids in job.prompts], self.args.max_new_tokens, job.load, rids))
+            wall_s = time.perf_counter() - started
+            after = self._counters()
+        rows = [
+            AnswerRow(prompt_id, one.tokens, one.rounds, one.latency_s, one.output_ids, one.meta.get("talon"), rounded(one.chunks))
+            for (prompt_id, _), one in zip(job.prompts, answers, strict=True)
+        ]
+        counters = {name: after[name] - before[name] for name in before} or None
+        if self.spec.algorithm == "EAGLE3":
+            rounds = sum(row.rounds for row in rows)
+            counters = {"draft_forwards": self.spec.steps * rounds, "rounds": rounds}
+        return Block(session, wall_s, counters, rows)
+
+    def _generate(self, prompts: list[list[int]], tokens: int, load: Load, rids: list[str]):
+        return self.client.generate_all(prompts, tokens, load.concurrency, rids=rids, stream=self.args.stream, temperature=load.temperature)
+
+    def _warm_up(self) -> None:
+        """Requests that are not counted: the first ones compile kernels and fill caches. Their trees do not stay in the trace."""
+        size = self.spec.trace.stat().st_size if self.spec.trace and self.spec.trace.exists() else 0
+        busiest = max(self.args.concurrency)
+        texts = [WARM_UP_TEXTS[i % len(WARM_UP_TEXTS)] for i in range(max(len(WARM_UP_TEXTS), busiest))]
+        prompts = [self.args.tokenizer.encode([text]) for text in texts]
+        for temperature in self.args.temperature:
+            rids = [f"warm-up {i} T={temperature:g}" for i in range(len(texts))]
+            list(self._generate(prompts, WARM_UP_TOKENS, Load(busiest, temperature), rids))
+        if self.spec.trace:
+            with self.spec.trace.open("ab") as trace:
+                trace.truncate(size)
+
+    def _counters(self) -> dict[str, float]:
+        """TALON's counters; none elsewhere. Prometheus shows a counter only after its first increment, so a missing one is zero."""
+        found = self.client.counters() if self.spec.algorithm == "TALON" else None
+        return {} if found is None else {name: found.get(f"talon:{name}_total", 0.0) for name in COUNTERS}
+
+    @contextlib.contextmanager
+    def _reason_of_death(self):
+        """A failed request of a server that died raises ServerError with the reason from its log instead."""
         try:
-            warm_up(client, args)
-            if spec.trace is not None:
-                spec.trace.write_text("")  # the picture shows measured prompts, not the warm-up
-            for name, prompts in todo.items():
-                progress.update(bar, description=f"{spec.name}: {name}")
-                result = measure_set(spec, client, prompts, args, lambda: progress.advance(bar))
-                results.add(spec, name, result)
-                if not console.is_terminal:  # in a log file the bar shows only its end
-                    console.print(f"{spec.name}: {name}, {len(prompts)} prompts in {result.wall_s:.0f} s")
+            yield
         except RequestError as error:
-            server_died = _reason_it_died(server)
-            raise server_died or error from error
+            raise _reason_it_died(self.server) or error from error
 
 
-def measure_set(spec: ServerSpec, client: Client, prompts: list[tuple[str, list[int]]], args: argparse.Namespace, advance) -> SetResult:
-    """Sends one prompt set and counts. Draft forwards: EAGLE3 runs exactly `steps` a round; TALON counts its own on /metrics."""
-    before = client.counters() if spec.algorithm == "TALON" else {}
-    started = time.perf_counter()
-    answers = []
-    replies = client.generate_all([ids for _, ids in prompts], args.max_new_tokens, args.concurrency)
-    for (prompt_id, _), answer in zip(prompts, replies, strict=True):
-        answers.append(AnswerRow(prompt_id, answer.tokens, answer.rounds, answer.latency_s, answer.output_ids))
-        advance()
-    wall_s = time.perf_counter() - started
-    if spec.algorithm == "TALON":
-        after = client.counters()
-        grown = {name: talon_counter(after, name) - talon_counter(before, name) for name in ("draft_forwards", "rounds", "degraded_rounds")}
-        return SetResult(wall_s, grown["draft_forwards"], grown["rounds"], grown["degraded_rounds"], answers)
-    if spec.algorithm == "EAGLE3":
-        rounds = sum(row.rounds for row in answers)
-        return SetResult(wall_s, spec.steps * rounds, rounds, None, answers)
-    return SetResult(wall_s, None, None, None, answers)
+def rounded(chunks: list[tuple[int, float]]) -> list[list[float]] | None:
+    return [[tokens, round(seconds, 5)] for tokens, seconds in chunks] or None
 
 
-def talon_counter(counters: dict[str, float], name: str) -> float:
-    """Prometheus shows a counter only after its first increment, so a missing one is zero."""
-    return counters.get(f"talon:{name}_total", 0.0)
-
-
-def warm_up(client: Client, args: argparse.Namespace) -> None:
-    """Requests that are not counted: the first ones compile kernels and fill caches. As concurrent as the measurement."""
-    texts = [WARM_UP_TEXTS[i % len(WARM_UP_TEXTS)] for i in range(max(len(WARM_UP_TEXTS), args.concurrency))]
-    list(client.generate_all([args.tokenizer.encode([text]) for text in texts], WARM_UP_TOKENS, args.concurrency))
+def cut_unfinished_line(trace: Path | None) -> None:
+    """A server that was killed may have left half a line, and the next one appends."""
+    if trace is not None and trace.exists():
+        text = trace.read_bytes()
+        with trace.open("ab") as file:
+            file.truncate(text.rfind(b"\n") + 1)
 
 
 def server_specs(args: argparse.Namespace) -> list[ServerSpec]:
     shared = {"target": args.target, "dtype": args.dtype, "device": args.device, "threads": args.threads}
-    shared |= {"max_running_requests": max(8, args.concurrency), "extra": tuple(args.server_arg)}
+    shared |= {"max_running_requests": max(8, *args.concurrency), "extra": tuple(args.server_arg)}
     specs = [ServerSpec(**shared)]
     for width, steps, nodes in args.eagle3:
         specs.append(ServerSpec(**shared, head=args.head, algorithm="EAGLE3", nodes=nodes, width=width, steps=steps))
@@ -144,43 +249,6 @@ def server_specs(args: argparse.Namespace) -> list[ServerSpec]:
     return specs
 
 
-def load_sets(args: argparse.Namespace) -> PromptSets:
-    """A folder gives one set a file, a file one set a category. Prompts that do not fit the target's context are left out and counted."""
-    if args.prompts.is_dir():
-        files = sorted(path for path in args.prompts.iterdir() if path.suffix in (".jsonl", ".json", ".txt"))
-        named = {path.stem: read_prompts(path, args.limit) for path in files}
-    elif args.prompts.is_file():
-        named = {}
-        for prompt in read_prompts(args.prompts):
-            chosen = named.setdefault(args.prompts.stem if prompt.category in ("", "none") else prompt.category, [])
-            if args.limit is None or len(chosen) < args.limit:
-                chosen.append(prompt)
-    else:
-        raise UsageError(f"--prompts {args.prompts} does not exist; pass a prompt file or a folder of them.")
-    args.tokenizer = ChatTokenizer(args.target)
-    context = json.loads((args.target / "config.json").read_text()).get("max_position_embeddings", 2048)
-    sets = {name: encode(name, prompts, args.tokenizer, context - args.max_new_tokens) for name, prompts in named.items()}
-    sets = {name: prompts for name, prompts in sets.items() if prompts}
-    if not sets:
-        raise UsageError(f"--prompts {args.prompts} holds no usable prompt; each row needs a user turn (see docs/evaluation.md).")
-    return sets
-
-
-def encode(name: str, prompts: list[Prompt], tokenizer: ChatTokenizer, room: int) -> list[tuple[str, list[int]]]:
-    """First turns only: a second one would depend on each server's own first answer, and then the servers get different prompts."""
-    # Answers are paired by id, so an id that a file uses twice is made unique.
-    seen: Counter = Counter()
-    encoded = []
-    for prompt in prompts:
-        seen[prompt.id] += 1
-        unique_id = prompt.id if seen[prompt.id] == 1 else f"{prompt.id} ({seen[prompt.id]})"
-        encoded.append((unique_id, tokenizer.encode(prompt.turns[:1])))
-    fitting = [(prompt_id, ids) for prompt_id, ids in encoded if len(ids) <= room]
-    if len(fitting) < len(encoded):
-        console.print(f"{name}: {len(encoded) - len(fitting)} of {len(encoded)} prompts are longer than {room} tokens and are left out.")
-    return fitting
-
-
 def open_results(args: argparse.Namespace, sets: PromptSets, command: list[str]) -> ResultsFile:
     settings = {
         "target": {"name": args.target.name, "fingerprint": fingerprint(args.target)},
@@ -188,19 +256,33 @@ def open_results(args: argparse.Namespace, sets: PromptSets, command: list[str])
         "prompts": {name: [prompt_id for prompt_id, _ in prompts] for name, prompts in sets.items()},
         "max_new_tokens": args.max_new_tokens,
         "dtype": args.dtype,
-        "concurrency": args.concurrency,
+        "device": "cpu" if ServerSpec(args.target, device=args.device).on_cpu else "cuda",
         "threads": args.threads,
+        "stream": args.stream,
         "server_args": list(args.server_arg),
     }
     if args.fresh:
         args.out.unlink(missing_ok=True)
-    return ResultsFile(args.out, settings, command_without_paths(command))
+    results = ResultsFile(args.out, settings, f"python {command_without_paths(command)}")
+    if args.trace and results.empty:
+        args.trace.unlink(missing_ok=True)
+    return results
 
 
 def check_folders(args: argparse.Namespace) -> None:
     for flag, folder, need in (("--target", args.target, "config.json"), ("--head", args.head, "model.safetensors")):
         if not (folder / need).exists():
             raise UsageError(f"{flag} {folder} has no {need}; pass a model folder (train/fetch_target.py and train/export.py write them).")
+
+
+def check_head(args: argparse.Namespace) -> None:
+    """Raises UsageError when the head is for another target; a server would say so too, but only after it has started."""
+    from talon_sglang import draft_head  # brings torch along, which nothing else here needs
+
+    try:
+        draft_head.check_draft_head(args.head, args.target)
+    except draft_head.DraftHeadError as error:
+        raise UsageError(str(error)) from error
 
 
 def progress_bars() -> Progress:
@@ -230,16 +312,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="target model folder (Hugging Face layout)")
     parser.add_argument("--head", type=Path, required=True, help="EAGLE-3 head folder (SGLang layout)")
-    parser.add_argument("--prompts", type=Path, required=True, help="prompt file, or a folder with one file per prompt set")
+    parser.add_argument("--prompts", type=Path, required=True, help="prompt file, a folder with one file per prompt set, or hub")
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="only these sets of --prompts")
     parser.add_argument("--limit", type=positive, help="prompts per set (default: all)")
     parser.add_argument("--max-new-tokens", type=positive, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16, but float32 on a CPU without AVX-512")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where an NVIDIA driver is loaded")
     parser.add_argument("--talon", type=talon_config, action="append", metavar="N,K[,steps[,mu]]", help="may be repeated (default: 16,4)")
     parser.add_argument("--eagle3", type=eagle3_config, action="append", metavar="K,steps,N", help="may be repeated (default: 4,4,16)")
-    parser.add_argument("--concurrency", type=positive, default=1, help="requests in flight")
+    parser.add_argument("--concurrency", type=positive, nargs="+", default=[1], help="requests in flight, one or several (default: 1)")
+    parser.add_argument("--temperature", type=temperature, nargs="+", default=[0.0], help="one or several (default: 0, greedy)")
+    parser.add_argument(
+        "--stream", action="store_true", help="take answers in chunks, and measure times to the first token and between tokens"
+    )
+    parser.add_argument("--one-by-one", action="store_true", help="one server after the other instead of all in turn (always so on a GPU)")
     parser.add_argument("--threads", type=positive, help="OMP threads of the server (default: PyTorch's own choice)")
-    parser.add_argument("--trace", type=Path, help="write the draft trees of the first TALON setting here, for eval/picture.py")
+    parser.add_argument(
+        "--trace", type=Path, help="write the draft trees of the first TALON setting here, for eval/picture.py and eval/report.py"
+    )
     parser.add_argument("--server-arg", action="append", default=[], metavar="WORD", help="one more word for the server's command line")
     parser.add_argument("--fresh", action="store_true", help="discard what --out already holds")
     parser.add_argument("--out", type=Path, default=Path("results.json"))
@@ -247,6 +337,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.dtype = fast_dtype(args.device) if args.dtype == "auto" else args.dtype
     args.talon = args.talon or [talon_config("16,4")]
     args.eagle3 = args.eagle3 or [eagle3_config("4,4,16")]
+    for flag in ("talon", "eagle3", "concurrency", "temperature"):
+        values = getattr(args, flag)
+        if len(set(values)) < len(values):
+            parser.error(f"--{flag} names the same setting twice ({values}); each is measured once, so drop one")
     return args
 
 
@@ -275,6 +369,16 @@ def eagle3_config(text: str) -> tuple[int, int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not K,steps,N; an example is 4,4,16") from None
     return width, steps, nodes
+
+
+def temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature; an example is 0 or 1")
+    return value
 
 
 def positive(text: str) -> int:

@@ -1,7 +1,6 @@
-"""Prints a results file of eval/serve.py as a table: one block per prompt set (and its number of prompts), one row per server."""
+"""Prints a results file of eval/serve.py: one table a load, in it one block per prompt set and one row per server."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from eval.results import ResultsError, read_results
 
 EXAMPLES = """examples:
   python eval/table.py results.json
@@ -27,21 +28,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="JSON file written by eval/serve.py --out")
     args = parser.parse_args(argv)
     try:
-        body = json.loads(args.results.read_text())
-        print_table(body, Console())
-    except (OSError, ValueError, KeyError) as error:
-        print(f"{args.results} is not a results file of eval/serve.py ({error!r}); pass the JSON that --out named.", file=sys.stderr)
+        print_table(read_results(args.results), Console())
+    except ResultsError as error:
+        print(str(error), file=sys.stderr)
         return 1
     return 0
 
 
 def print_table(body: dict, console: Console) -> None:
-    """body: the parsed results file. Raises KeyError when it is none."""
-    settings, figures = body["settings"], body["summary"]
-    title = (
-        f"{settings['target']['name']}, head {settings['head']['name']}, {settings['dtype']}, "
-        f"{settings['max_new_tokens']} new tokens, {settings['concurrency']} at a time"
-    )
+    """body: the parsed results file, with its summaries."""
+    settings = body["settings"]
+    for load in body["loads"].values():
+        title = (
+            f"{settings['target']['name']}, head {settings['head']['name']}, {settings['dtype']}, {settings['max_new_tokens']} new tokens, "
+            f"{load['concurrency']} at a time, temperature {load['temperature']:g}"
+        )
+        print_load(title, load["summary"], console)
+    console.print(Text(NOTE, style="dim"))
+
+
+def print_load(title: str, figures: dict, console: Console) -> None:
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("server", no_wrap=True)
     for name in ("tok/s", "accept", "drafts", "= plain", "x plain", "x EAGLE3"):
@@ -57,7 +63,6 @@ def print_table(body: dict, console: Console) -> None:
     for run, by_set in figures.items():
         for sentence in comparisons(run, by_set["all"]):
             console.print(sentence, highlight=False)
-    console.print(Text(NOTE, style="dim"))
 
 
 def cells(run: str, figure: dict) -> list[str]:
@@ -66,22 +71,30 @@ def cells(run: str, figure: dict) -> list[str]:
         number(figure["accept_length"], "{:.2f}"),
         number(figure["draft_forwards_per_round"], "{:.2f}"),
         number(figure["same_as_plain"], "{:.0%}") if run != "plain" else "",
-        number((figure["faster_than_plain"] or {}).get("median"), "{:.2f}"),
-        " ".join(number(ratio["median"], "{:.2f}") for ratio in figure.get("faster_than_eagle3", {}).values()),
+        number((figure["faster_than_plain"] or {}).get("value"), "{:.2f}"),
+        " ".join(number(ratio["value"], "{:.2f}") for ratio in figure.get("faster_than_eagle3", {}).values()),
     ]
 
 
 def comparisons(run: str, figure: dict) -> list[str]:
-    """One sentence for each server that `run` is held against over all prompts, and one when rounds had to be degraded."""
-    bases = {"plain": figure["faster_than_plain"], **figure.get("faster_than_eagle3", {})}
-    sentences = [
-        f"{run} against {base}: {one['median']:.2f} [{one['low']:.2f}, {one['high']:.2f}] times the speed ({one['prompts']} prompts)"
-        for base, one in bases.items()
-        if one
-    ]
+    """One sentence for each server that `run` is held against over all prompts, one for its latencies, one for degraded rounds."""
+    sentences = []
+    total = {"plain": figure["more_than_plain"], **figure.get("more_than_eagle3", {})}
+    for base, one in {"plain": figure["faster_than_plain"], **figure.get("faster_than_eagle3", {})}.items():
+        if one:
+            all_together = f"{interval(total[base])} times its tokens per second"
+            when = "" if one["in_turn"] else "; not measured in turn"
+            sentences.append(f"{run} against {base}: {interval(one)} times the speed ({one['count']} prompts), {all_together}{when}")
+    if times := figure["latency"]:
+        between = f", {times['token'][0]:.0f} ms between tokens (99 %: {times['token'][2]:.0f})" if times["token"] else ""
+        sentences.append(f"{run}: {times['first'][0]:.0f} ms to the first token (95 %: {times['first'][1]:.0f}){between}")
     if figure["degraded_rounds"]:
         sentences.append(f"{run}: {figure['degraded_rounds']:.0f} request-rounds fell back to plain decoding (draft scores not finite)")
     return sentences
+
+
+def interval(ratio: dict) -> str:
+    return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def number(value: float | None, form: str) -> str:

@@ -29,9 +29,23 @@ class StandIn(http.server.BaseHTTPRequestHandler):
         self.seen.append(body)
         ids = body["input_ids"]
         time.sleep(0.2 / len(ids))
+        if body.get("stream"):
+            return self._stream(ids)
         refused = ids == [0]
         meta = {"completion_tokens": len(ids), "spec_verify_ct": 2}
         self._send(400 if refused else 200, "no zeros please" if refused else json.dumps({"output_ids": ids[::-1], "meta_info": meta}))
+
+    def _stream(self, ids):
+        """All tokens so far in each event: first one token, then the rest; [9] breaks off."""
+        events = [{"output_ids": ids[:count], "meta_info": {"completion_tokens": count, "spec_verify_ct": 2}} for count in (1, len(ids))]
+        events = [{"error": {"message": "out of pages"}}] if ids == [9] else events
+        self.send_response(400 if ids == [0] else 200)
+        self.end_headers()
+        for event in events:
+            time.sleep(0.05)
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def do_GET(self):
         self._send(200, METRICS)
@@ -98,3 +112,32 @@ def test_chats_are_rendered_by_the_targets_own_template(target_dir):
     expected = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert tokenizer.encode(turns) == list(expected)
     assert tokenizer.decode(tokenizer.encode(turns)).endswith("<|im_start|>assistant\n")
+
+
+def test_a_streamed_answer_comes_in_chunks_with_their_times(client):
+    answer = client.generate([4, 5, 6], 3, stream=True, rid="chat/1")
+    assert StandIn.seen[-1]["rid"] == "chat/1"
+    assert answer.output_ids == [4, 5, 6]
+    assert [tokens for tokens, _ in answer.chunks] == [1, 2]
+    assert all(seconds >= 0.04 for _, seconds in answer.chunks)
+    assert sum(seconds for _, seconds in answer.chunks) <= answer.latency_s
+    assert answer.rounds == 2
+
+
+@pytest.mark.parametrize("ids, sentence", [([9], "broke off a request of 1 tokens: .*out of pages"), ([0], "status 400")])
+def test_a_stream_that_fails_is_one_sentence(client, ids, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        client.generate(ids, 5, stream=True)
+
+
+def test_a_failure_does_not_wait_for_the_requests_in_flight(client, monkeypatch):
+    def slow_or_wrong(ids, *_args, **_options):
+        if ids == [0]:
+            raise RequestError("no zeros please")
+        time.sleep(3)
+
+    monkeypatch.setattr(client, "generate", slow_or_wrong)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match="no zeros"):
+        list(client.generate_all([[0], [1], [2], [3]], 5, concurrency=2))
+    assert time.monotonic() - started < 1.5

@@ -49,8 +49,9 @@ def test_each_stage_reads_what_an_earlier_one_wrote(tmp_path):
     stages = demo.demo_stages(tmp_path, demo.RECIPE)
     assert [stage.name for stage in stages] == list(demo.NAMES)
     words = [" ".join(map(str, stage.command)) for stage in stages]
-    for number, stage in enumerate(stages[:-1]):
-        assert any(str(out) in later for out in stage.outputs for later in words[number + 1 :]), stage.name
+    for number, stage in enumerate(stages):
+        to_look_at = stage.name in ("picture", "report")
+        assert to_look_at or any(str(out) in later for out in stage.outputs for later in words[number + 1 :]), stage.name
         assert stage.sources, stage.name
         assert all(path.is_file() for path in [*stage.sources, *stage.inputs] if not path.is_relative_to(tmp_path)), stage.name
 

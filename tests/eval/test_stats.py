@@ -6,11 +6,24 @@ import statistics
 
 import pytest
 
-from eval.stats import AnswerRow, SetResult, bootstrap_median, figures, pairs, same_share, time_ratio
+from eval.stats import (
+    AnswerRow,
+    Block,
+    SetResult,
+    bootstrap_median,
+    figures,
+    histogram,
+    latency,
+    pairs,
+    same_share,
+    throughput_ratio,
+    time_ratio,
+)
 
 
-def result(rows, wall_s=1.0, forwards=None, rounds=None):
-    return SetResult(wall_s, forwards, rounds, None if forwards is None else 0, rows)
+def result(rows, wall_s=1.0, forwards=None, rounds=None, session=1):
+    counters = None if forwards is None else {"draft_forwards": forwards, "rounds": rounds}
+    return SetResult([Block(session, wall_s, counters, rows)])
 
 
 def row(name, tokens=10, rounds=5, latency_s=1.0, ids=(1, 2)):
@@ -33,9 +46,9 @@ def test_the_ratio_is_the_median_over_prompts_of_the_ratio_of_their_own_times():
             theirs = next(one for one in base[name].answers if one.id == ours.id)
             expected.append((theirs.latency_s / theirs.tokens) / (ours.latency_s / ours.tokens))
     ratio = time_ratio(run, base, ["a", "b"])
-    assert ratio.median == pytest.approx(statistics.median(expected))
-    assert ratio.prompts == 11
-    assert min(expected) <= ratio.low <= ratio.median <= ratio.high <= max(expected)
+    assert ratio.value == pytest.approx(statistics.median(expected))
+    assert ratio.count == 11
+    assert min(expected) <= ratio.low <= ratio.value <= ratio.high <= max(expected)
 
 
 def test_ids_pair_within_their_set_and_only_where_both_answered():
@@ -47,7 +60,7 @@ def test_ids_pair_within_their_set_and_only_where_both_answered():
 def test_swapping_the_runs_inverts_the_ratio():
     rng = random.Random(2)
     run, base = random_run(rng, {"a": 9}), random_run(rng, {"a": 9})
-    assert time_ratio(run, base, ["a"]).median == pytest.approx(1 / time_ratio(base, run, ["a"]).median)
+    assert time_ratio(run, base, ["a"]).value == pytest.approx(1 / time_ratio(base, run, ["a"]).value)
 
 
 def test_without_a_common_prompt_there_is_no_ratio():
@@ -73,7 +86,7 @@ def test_figures_sum_before_they_divide():
     assert found.accept_length == pytest.approx(60 / 25)
     assert found.draft_forwards_per_round == pytest.approx(60 / 24)
     assert found.same_as_plain == pytest.approx(2 / 3)
-    assert found.faster_than_plain.median == pytest.approx(2.0)
+    assert found.faster_than_plain.value == pytest.approx(2.0)
     assert figures(plain, plain, ["a"]).faster_than_plain is None
     assert figures(plain, plain, ["a"]).accept_length is None
 
@@ -81,3 +94,40 @@ def test_figures_sum_before_they_divide():
 def test_same_share_compares_ids_not_lengths():
     base = {"a": result([row("1", ids=(1, 2)), row("2", ids=(1, 2))])}
     assert same_share({"a": result([row("1", ids=(1, 2)), row("2", ids=(1, 3))])}, base, ["a"]) == 0.5
+
+
+def test_throughput_is_the_ratio_of_sums_and_its_interval_that_of_all_resamples_of_blocks():
+    ours = [([row("1", 10), row("2", 20)], 2.0), ([row("3", 8)], 1.0), ([row("4", 40)], 5.0)]
+    theirs = [([row("1", 10), row("2", 20)], 6.0), ([row("3", 8)], 1.5), ([row("4", 40)], 7.0)]
+    run, base = ({"a": SetResult([Block(1, wall_s, None, rows) for rows, wall_s in blocks])} for blocks in (ours, theirs))
+
+    def ratio(picked):
+        tokens = [sum(one.tokens for one in ours[i][0]) for i in picked]
+        return sum(tokens) / sum(ours[i][1] for i in picked) / (sum(tokens) / sum(theirs[i][1] for i in picked))
+
+    exact = sorted(ratio(picked) for picked in itertools.product(range(3), repeat=3))
+    found = throughput_ratio(run, base, ["a"])
+    assert found.value == pytest.approx(ratio(range(3)))
+    assert (found.low, found.high) == pytest.approx((exact[0], exact[-1]))  # 1 resample in 27 is all of the worst block: 3.7 %
+    assert found.count == 3
+
+
+def test_runs_of_different_starts_were_not_measured_in_turn():
+    one, same, later = ({"a": result([row("1")], session=session)} for session in (1, 1, 2))
+    assert time_ratio(one, same, ["a"]).in_turn
+    assert not time_ratio(one, later, ["a"]).in_turn
+
+
+def test_tokens_of_a_chunk_share_its_time_and_the_first_chunk_is_the_first_tokens():
+    rows = [AnswerRow("1", 6, 2, 1.0, [], None, [[1, 0.4], [4, 0.2], [1, 0.1]]), AnswerRow("2", 1, 0, 1.0, [], None, [[1, 0.6]])]
+    found = latency(rows)
+    assert found.first[0] == pytest.approx(500)
+    assert found.token[0] == pytest.approx(50)  # of 50, 50, 50, 50, 100
+    assert found.chunk[0] == pytest.approx(150)
+    assert latency([row("1")]) is None
+
+
+def test_histograms_are_summed_and_sorted_as_numbers():
+    rows = [AnswerRow(str(i), 1, 1, 1.0, [], {"tree_depths": counts}) for i, counts in enumerate(({"2": 3, "10": 1}, {"10": 4, "3": 1}))]
+    assert list(histogram(rows, "tree_depths").items()) == [("2", 3), ("3", 1), ("10", 5)]
+    assert histogram([row("1")], "tree_depths") is None
