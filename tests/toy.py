@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 128, 2, 64
 GROUPS = {"sure": range(0, 24), "hopeless": range(24, 48), "broken": range(48, 64)}
 TEXT = "abcdefghijklmnopqrstuvwx" + 'yz0123456789 {}[]":,.-+' + "\n" + "ABCDEFGHIJKLMNO$"  # token i is TEXT[i]; $ ends a text
+FORKING = (str(Path(__file__).with_name("forking_server.py")),)  # a launcher for ServerSpec: a server up in a third of the work
 CONSTANT = VOCAB  # the hidden channel that is 1 for every token
 
 

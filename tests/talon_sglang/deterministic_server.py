@@ -1,29 +1,20 @@
 """SGLang's plain server with --enable-deterministic-inference on a CPU, as the oracle for sampling seeds.
 
 SGLang 0.5.23 refuses that flag with the CPU's attention backend and would exchange PyTorch's operators for GPU kernels. Without those two
-only the seeded sampler is left of it, unchanged. A spawned process imports the main script again, so the changes hold in the scheduler.
+only the seeded sampler is left of it, unchanged. (The scheduler is forked from this process, so it has the changes too.)
 """
 
-import os
+import runpy
 import sys
+from pathlib import Path
 
-from sglang.srt import batch_invariant_ops
-from sglang.srt.arg_groups import choices
+main = runpy.run_path(str(Path(__file__).parents[1] / "forking_server.py"))["main"]
 
-choices.add_deterministic_attention_backend_choices(["intel_amx"])
-choices.add_radix_supported_deterministic_attention_backend_choices(["intel_amx"])
-batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
-
+from sglang.srt import batch_invariant_ops  # noqa: E402
+from sglang.srt.arg_groups import choices  # noqa: E402
 
 if __name__ == "__main__":
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    load_plugins()
-    words = ["--enable-deterministic-inference", "--attention-backend", "intel_amx"]
-    try:
-        run_server(prepare_server_args([*sys.argv[1:], *words]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    choices.add_deterministic_attention_backend_choices(["intel_amx"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["intel_amx"])
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
+    main([*sys.argv[1:], "--enable-deterministic-inference", "--attention-backend", "intel_amx"])

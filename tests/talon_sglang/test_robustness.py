@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang")
 from eval.client import Client  # noqa: E402
 from eval.servers import ServerSpec, serve  # noqa: E402
-from tests.toy import VOCAB, spread_answer, write_toy  # noqa: E402
+from tests.toy import FORKING, VOCAB, spread_answer, write_toy  # noqa: E402
 
 pytestmark = pytest.mark.slow
 POOL = 900  # KV slots: too few for what the load test asks at once
@@ -37,6 +37,7 @@ def url(tmp_path_factory):
         max_running_requests=32,
         extra=EXTRA,
         env=RETRACT,
+        launcher=FORKING,
     )
     with serve(spec, log_path=tmp_path_factory.mktemp("log") / "server.log") as server:
         yield server.url
