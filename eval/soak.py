@@ -1,8 +1,9 @@
-"""Mixed traffic for minutes on end, with broken-off and malformed requests: does the server's memory stay where it is, and is it empty after?"""
+"""Mixed traffic for minutes on end, with broken-off and malformed requests: does memory stay flat, and is the KV pool empty afterwards?"""
 
 import argparse
 import json
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -69,8 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.out:
         args.out.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
     print_report(samples, counts)
-    if counts["wrong"] or leftover:
-        return stop(f"{counts['wrong']} requests were answered wrongly, and {leftover:g} of the KV pool is in use with nothing running.")
+    if counts["wrong"] or counts["lost"] or leftover > 0:
+        failed = f"{counts['wrong']} requests were answered wrongly, {counts['lost']} not at all"
+        return stop(f"{failed}, and {max(leftover, 0):g} KV slots leaked.")
     return 0
 
 
@@ -90,7 +92,7 @@ def parse_args(argv):
 
 
 def soak(args) -> tuple[list[Sample], Counter, float]:
-    """(samples, how requests ended, share of the KV pool in use afterwards)."""
+    """(samples, how requests ended, KV slots in use afterwards beyond those that one small request takes)."""
     extra = ("--schedule-conservativeness", "0.1", "--context-length", "512")
     spec = ServerSpec(
         args.target,
@@ -106,22 +108,20 @@ def soak(args) -> tuple[list[Sample], Counter, float]:
     )
     vocab = json.loads((args.target / "config.json").read_text())["vocab_size"]
     counts: Counter = Counter()
-    # The log goes to a file: an unread pipe would be memory of our own making.
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        serve(spec, log_path=Path(scratch) / "server.log") as server,
-        Client(server.url) as client,
-    ):
+    log = Path(tempfile.mkdtemp(prefix="soak-")) / "server.log"
+    with serve(spec, log_path=log) as server, Client(server.url) as client:
         until = time.monotonic() + args.minutes * 60
-        workers = [threading.Thread(target=traffic, args=(client, vocab, until, args.seed + i, counts)) for i in range(args.concurrency)]
+        users = range(args.seed, args.seed + args.concurrency)
+        workers = [threading.Thread(target=traffic, args=(client, vocab, until, user, counts), daemon=True) for user in users]
         for worker in workers:
             worker.start()
         samples = watch(server, client, args.minutes)
         for worker in workers:
             worker.join()
-        leftover = idle_pool(client)
+        leftover = slots_left(client) - 2 * args.nodes - 2
         samples.append(look(server, client, args.minutes))
         server.check_alive()
+    shutil.rmtree(log.parent)
     return samples, counts, leftover
 
 
@@ -192,16 +192,15 @@ def look(server: RunningServer, client: Client, minute: float) -> Sample:
     return Sample(minute, rss / 2**20, files, threads, gauges.get("sglang:num_running_reqs", 0.0), gauges.get("sglang:token_usage", 0.0))
 
 
-def idle_pool(client: Client) -> float:
-    """The share of the pool in use once nothing runs and the prefix cache is empty, read off the batch of one last request of one token."""
+def slots_left(client: Client) -> float:
+    """KV slots in use once nothing runs and the prefix cache is empty, by the gauge that the batch of one small request writes."""
     for _ in range(100):
         if httpx.post(client.url + "/flush_cache", timeout=60, trust_env=False).status_code == 200:
             break
         time.sleep(0.1)
     client.generate([1], 1)
-    time.sleep(2.0)  # an idle scheduler checks its own books, and ends with an error when KV slots or request rows are missing
-    httpx.post(client.url + "/flush_cache", timeout=60, trust_env=False)
-    return client.counters().get("sglang:num_running_reqs", 0.0)
+    time.sleep(3.0)  # an idle scheduler checks its own books, and ends with an error when KV slots or request rows are missing
+    return client.counters()["sglang:num_used_tokens"]
 
 
 def print_report(samples: list[Sample], counts: Counter) -> None:
@@ -209,22 +208,15 @@ def print_report(samples: list[Sample], counts: Counter) -> None:
     for name in ("minute", "memory, MB", "open files", "threads", "running", "KV pool"):
         table.add_column(name, justify="right")
     for sample in samples[:: max(1, len(samples) // 12)] + samples[-1:]:
-        table.add_row(
-            f"{sample.minute:.1f}",
-            f"{sample.rss_mb:.1f}",
-            str(sample.files),
-            str(sample.threads),
-            f"{sample.running:g}",
-            f"{sample.pool:.0%}",
-        )
+        memory = f"{sample.rss_mb:.1f}", str(sample.files), str(sample.threads)
+        table.add_row(f"{sample.minute:.1f}", *memory, f"{sample.running:g}", f"{sample.pool:.0%}")
     console.print(table)
     console.print("requests: " + ", ".join(f"{count} {end}" for end, count in sorted(counts.items())))
     late = samples[int(len(samples) * WARM_UP) :]
     if len(late) > 2:
         slope, _ = linear_regression([s.minute for s in late], [s.rss_mb for s in late])
-        console.print(
-            f"memory after the first {WARM_UP:.0%} of the time: {slope:+.2f} MB a minute, {late[0].rss_mb:.1f} to {late[-1].rss_mb:.1f}"
-        )
+        ends = f"{late[0].rss_mb:.1f} to {late[-1].rss_mb:.1f} MB"
+        console.print(f"memory after the first {WARM_UP:.0%} of the time: {ends}, {slope:+.2f} MB a minute")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 
 def with_seeds(sampling_info, reqs):
-    """`sampling_info` with `sampling_seed` [B] for these requests if one of them names a seed; a fresh random number for those that do not."""
+    """`sampling_info` with `sampling_seed` [B] for these requests if one of them names a seed; a random one for those that do not."""
     seeds = [req.sampling_params.sampling_seed for req in reqs]
     if sampling_info.is_all_greedy or all(seed is None for seed in seeds):
         return sampling_info

@@ -1,6 +1,6 @@
 """SGLang's own shipped test kits, unmodified, against a TALON server: SmolLM2 with a trained head, fp32.
 
-The light ones run with the suite. TALON_KITS=all adds those that take minutes. docs/compatibility.md lists which kits cannot run here, and why.
+The light ones run with the suite. TALON_KITS=all adds those that take minutes. docs/compatibility.md says which cannot run here.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The seeded draw: what its hash is, that a row's token does not depend on the other rows, and that it is exactly distributed over seeds."""
+"""The seeded draw: what its hash is, that a row's token does not depend on other rows, and that it is exactly distributed over seeds."""
 
 import struct
 from dataclasses import dataclass
@@ -20,10 +20,9 @@ from tests.toy import VOCAB, spread_logits  # noqa: E402
 def murmur3(data: bytes) -> int:
     """MurmurHash3_x86_32 with start value 0, for whole words, one byte string at a time."""
     mask, h = 0xFFFFFFFF, 0
-    for (k,) in struct.iter_unpack("<I", data):
-        k = k * 0xCC9E2D51 & mask
-        k = (k << 15 | k >> 17) & mask
-        h ^= k * 0x1B873593 & mask
+    for (word,) in struct.iter_unpack("<I", data):
+        mixed = word * 0xCC9E2D51 & mask
+        h ^= ((mixed << 15 | mixed >> 17) & mask) * 0x1B873593 & mask
         h = (h << 13 | h >> 19) & mask
         h = h * 5 + 0xE6546B64 & mask
     h ^= len(data)
