@@ -133,19 +133,22 @@ def traffic(client: Client, vocab: int, until: float, seed: int, counts: Counter
     draw = random.Random(seed)
     with httpx.Client(base_url=client.url, timeout=120, trust_env=False) as http:
         while time.monotonic() < until:
+            length = draw.randint(1, 120)
+            # SGLang reserves the whole length for a request that ignores the end of text, and guesses otherwise, which leads to retraction.
+            whole = draw.choice(({"ignore_eos": True}, {"min_new_tokens": length}))
             body = {
                 "input_ids": [draw.randrange(vocab) for _ in range(draw.randint(1, 100))],
-                "sampling_params": {"max_new_tokens": draw.randint(1, 120), "ignore_eos": True} | draw.choice(RULES),
+                "sampling_params": {"max_new_tokens": length} | whole | draw.choice(RULES),
                 "return_logprob": draw.random() < 0.2,
             }
             try:
-                counts[send(http, body, draw)] += 1
+                counts[send(http, body, draw, counts)] += 1
             except httpx.HTTPError:
                 counts["lost"] += 1
                 return
 
 
-def send(http: httpx.Client, body: dict, draw: random.Random) -> str:
+def send(http: httpx.Client, body: dict, draw: random.Random, counts: Counter) -> str:
     """How the request ended: 'whole', 'broken off', 'refused' or 'wrong'."""
     kind = draw.random()
     if kind < 0.05:
@@ -162,6 +165,7 @@ def send(http: httpx.Client, body: dict, draw: random.Random) -> str:
     if response.status_code != 200:
         return "wrong"
     answers = response.json() if isinstance(response.json(), list) else [response.json()]
+    counts["retractions"] += sum(answer["meta_info"].get("num_retractions") or 0 for answer in answers)
     wanted = body["sampling_params"]["max_new_tokens"]
     return "whole" if all(len(answer["output_ids"]) == wanted for answer in answers) else "wrong"
 
