@@ -149,7 +149,7 @@ def traffic(client: Client, vocab: int, until: float, seed: int, counts: Counter
 
 
 def send(http: httpx.Client, body: dict, draw: random.Random, counts: Counter) -> str:
-    """How the request ended: 'whole', 'broken off', 'refused' or 'wrong'."""
+    """How the request ended: 'whole', 'broken off', 'refused' or 'wrong'; those of `counts["retracted"]` are among the whole ones."""
     kind = draw.random()
     if kind < 0.05:
         refused = http.post("/generate", json=draw.choice(MALFORMED))
@@ -165,7 +165,7 @@ def send(http: httpx.Client, body: dict, draw: random.Random, counts: Counter) -
     if response.status_code != 200:
         return "wrong"
     answers = response.json() if isinstance(response.json(), list) else [response.json()]
-    counts["retractions"] += sum(answer["meta_info"].get("num_retractions") or 0 for answer in answers)
+    counts["retracted"] += sum(1 for answer in answers if answer["meta_info"].get("num_retractions"))
     wanted = body["sampling_params"]["max_new_tokens"]
     return "whole" if all(len(answer["output_ids"]) == wanted for answer in answers) else "wrong"
 
