@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ServerError, RequestError, OSError) as error:
         return stop(str(error))
     if args.out:
-        args.out.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
+        part = args.out.with_name(args.out.name + ".part")
+        part.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
+        part.rename(args.out)
     print_report(samples, counts)
     if counts["wrong"] or counts["lost"] or leftover > 0:
         failed = f"{counts['wrong']} requests were answered wrongly, {counts['lost']} not at all"
@@ -85,7 +87,7 @@ def parse_args(argv):
     parser.add_argument("--pool", type=positive, default=900, help="KV slots; small ones force retraction (default 900)")
     parser.add_argument("--nodes", type=positive, default=12, help="node budget N (default 12)")
     parser.add_argument("--width", type=positive, default=4, help="first-layer width K (default 4)")
-    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default float32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic (default 0)")
     parser.add_argument("--out", type=Path, help="write the samples here, one JSON line each")
     return parser.parse_args(argv)
