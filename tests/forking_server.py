@@ -7,6 +7,10 @@ For tests that are about what a server answers; those about starting one run `py
 import multiprocessing
 import os
 import sys
+from pathlib import Path
+
+# As with `python -m` from the clone: beside this file stand packages of tests with the names of those that they test.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 # SGLang asks for "spawn", which CUDA needs. On a CPU "fork" does as well: no thread runs yet.
 multiprocessing.set_start_method("fork")
