@@ -82,5 +82,5 @@ def test_answers_are_the_plain_servers(folders, expected, n, k, steps):
         answers = list(pool.map(lambda job: ask(server.url, *job), jobs))
     for i, answer in zip(order, answers):
         assert essence(answer) == expected[i], JOBS[i]
-        if ALL_FORBIDDEN.items() <= JOBS[i][1].items():
+        if k <= 4 and ALL_FORBIDDEN.items() <= JOBS[i][1].items():  # a wider first layer has the improbable tokens too
             assert answer["meta_info"]["spec_num_correct_drafts"] == 0 and len(answer["text"]) == 24
