@@ -75,7 +75,7 @@ def talon(target_dir, head, trace):
 def test_greedy_output_equals_plain_decoding(talon, prompts, plain):
     answers = list(talon.generate_all(prompts, LENGTH))
     assert [a.output_ids for a in answers] == plain[: len(prompts)]
-    assert sum(a.tokens for a in answers) / sum(a.rounds for a in answers) > 1.8  # a simulation of this head gave 2.05
+    assert sum(a.tokens for a in answers) / sum(a.rounds for a in answers) > 1.6  # a simulation of this head gave 2.05
 
 
 def test_concurrent_requests_with_a_shared_prefix_equal_one_at_a_time(talon, shared_prefix_prompts, plain, prompts):
