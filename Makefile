@@ -2,7 +2,7 @@
 # make test    install, then the whole test suite;  make test-fast leaves the slow tests out
 # make lint    ruff;  make clean  removes caches and runs, not .venv
 #
-# The tests run in two processes of one thread each, a file in one of them.
+# The tests run in two processes of one thread each, a file in one of them, in the order of tests/conftest.py.
 #
 # EXTRA=cuda on a machine with an NVIDIA GPU. PYTHON=python3.12 chooses another interpreter. DEMO="--from train" passes options to eval/demo.py,
 # PYTEST="-k tree" to pytest.
@@ -25,7 +25,7 @@ demo: install
 	@$(VENV)/python eval/demo.py $(DEMO)
 
 test: install $(TARGET)
-	@$(VENV)/python -m pytest --timeout=1800 --session-timeout=4800 -n 2 --dist loadfile $(PYTEST)
+	@$(VENV)/python -m pytest --timeout=1800 --session-timeout=4800 -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-fast: install
 	@$(VENV)/python -m pytest --timeout=120 -m "not slow" $(PYTEST)

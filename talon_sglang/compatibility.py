@@ -87,6 +87,12 @@ REFUSALS = [
         "the draft's state is not transferred",
         "serve prefill and decode together",
     ),
+    Refusal(
+        "--enable-deterministic-inference",
+        lambda a: a.enable_deterministic_inference,
+        "SGLang's batch-invariant kernels need a GPU, and TALON minds sampling_seed without it",
+        LEAVE_OUT,
+    ),
     Refusal("LoRA", lambda a: bool(a.enable_lora or a.lora_paths), "the head was trained for the base model", "serve the merged model"),
     Refusal(
         "returning hidden states",

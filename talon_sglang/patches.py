@@ -13,6 +13,7 @@ from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worke
 
 from talon_sglang.node_logits import adjust_node_logits, needs_node_logits
 from talon_sglang.sampling import accept_sampled
+from talon_sglang.seeds import with_seeds
 from talon_sglang.tree import exact_topk
 
 
@@ -56,7 +57,7 @@ def exact_verify(sampler, round_):
             batch.sampling_info = adjust_node_logits(logits, batch.reqs, *round_(), given, grammar_mask)
             grammar_mask = None
         # By the time SGLang asks for the greedy walk, bias and grammar are in the logits too.
-        walk = partial(accept_sampled, sampler, batch.sampling_info, logits, verify_input.positions)
+        walk = partial(accept_sampled, sampler, with_seeds(batch.sampling_info, batch.reqs), logits, verify_input.positions)
         walks = {} if given.is_all_greedy else {"verify_tree_greedy_func": walk}
         try:
             with exchanged(eagle_utils, **walks):

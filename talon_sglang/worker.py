@@ -24,6 +24,7 @@ from talon_sglang.draft_attention import CpuTreeAttention
 from talon_sglang.node_logits import committed_penalties, needs_node_logits
 from talon_sglang.observe import Observer
 from talon_sglang.patches import exact_verify, root_candidates_as_log_probs
+from talon_sglang.seeds import SeededSampler, with_seeds
 from talon_sglang.settings import TalonSettings
 from talon_sglang.tree import TreeBatch
 from talon_sglang.verify_input import build_verify_input
@@ -37,6 +38,7 @@ class TalonWorker(EAGLEWorkerV2):
         # change here, and nothing of the constructor needs a copy.
         self._draft_worker.__class__ = draft_worker_class(server_args)
         self._draft_worker.tree_config = settings.tree
+        target_worker.model_runner.sampler.__class__ = SeededSampler  # the same state, other draws for requests with seeds
         self.observer = Observer(settings.trace)
         self.clock = self._draft_worker.clock = Clock()
         self.clock.wrap_forward(target_worker, "forward_batch_generation")
@@ -59,11 +61,15 @@ class TalonWorker(EAGLEWorkerV2):
         return result
 
     def _forward_prefill_batch(self, batch, *args, **kwargs):
-        info = batch.sampling_info
+        given = info = batch.sampling_info
         if needs_node_logits(info) and any(req.output_ids for req in batch.reqs):  # retracted earlier: mind what they said
             additive_BV, scaling_BV = committed_penalties(batch.reqs, info.vocab_size, batch.device)
-            batch.sampling_info = replace(info, acc_additive_penalties=additive_BV, acc_scaling_penalties=scaling_BV)
-        return super()._forward_prefill_batch(batch, *args, **kwargs)
+            info = replace(info, acc_additive_penalties=additive_BV, acc_scaling_penalties=scaling_BV)
+        batch.sampling_info = with_seeds(info, batch.reqs)
+        try:
+            return super()._forward_prefill_batch(batch, *args, **kwargs)
+        finally:
+            batch.sampling_info = given
 
 
 class TalonDraftWorker(EagleDraftWorker):

@@ -18,6 +18,28 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # train/ and eval/ are run from the clone, not installed
 
 
+# The files that take minutes, in front: with two processes, the last long file would otherwise run alone.
+FIRST = (
+    "test_server",
+    "test_kits",
+    "test_training",
+    "test_features",
+    "test_any_tree",
+    "test_robustness",
+    "test_sampling_server",
+    "test_serve_real",
+    "test_cost_real",
+    "test_accept_real",
+    "test_toy_server",
+    "test_gpu_server",
+)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    rank = {name: i for i, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(FIRST)))
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     return REPO

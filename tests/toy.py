@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 128, 2, 64
 GROUPS = {"sure": range(0, 24), "hopeless": range(24, 48), "broken": range(48, 64)}
 TEXT = "abcdefghijklmnopqrstuvwx" + 'yz0123456789 {}[]":,.-+' + "\n" + "ABCDEFGHIJKLMNO$"  # token i is TEXT[i]; $ ends a text
+FORKING = (str(Path(__file__).with_name("forking_server.py")),)  # a launcher for ServerSpec: a server up in a third of the work
 CONSTANT = VOCAB  # the hidden channel that is 1 for every token
 
 
@@ -131,9 +132,15 @@ def spread_logits() -> torch.Tensor:
     return normed_VH @ spread_VH().T
 
 
-def spread_answer(last: int, length: int, frequency_penalty: float = 0.0, repetition_penalty: float = 1.0) -> list[int]:
-    """What the spread target says, greedily, after a prompt that ends in `last`: SGLang's penalty rules, one token at a time."""
+def spread_answer(
+    last: int, length: int, frequency_penalty: float = 0.0, repetition_penalty: float = 1.0, without: int | None = None
+) -> list[int]:  # fmt: skip
+    """What the spread target says, greedily, after a prompt that ends in `last`: SGLang's penalty rules, one token at a time, and never
+    the token `without`.
+    """
     logits_VV, counts_V, said = spread_logits(), torch.zeros(VOCAB), []
+    if without is not None:
+        logits_VV[:, without] = -torch.inf
     for _ in range(length):
         logits_V = logits_VV[last] - frequency_penalty * counts_V
         repeated_V = torch.where(logits_V < 0, logits_V * repetition_penalty, logits_V / repetition_penalty)

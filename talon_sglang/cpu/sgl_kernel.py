@@ -22,8 +22,37 @@ __version__ = "0.4.10+talon.pytorch"
 def publish() -> None:
     """Make this module importable as `sgl_kernel`, and its attention entry points reachable under `torch.ops.sgl_kernel`."""
     sys.modules["sgl_kernel"] = sys.modules[__name__]
-    for op in (extend_attention_cpu, decode_attention_cpu):
+    for op in (extend_attention_cpu, decode_attention_cpu, murmur_hash32_cpu):
         setattr(torch.ops.sgl_kernel, op.__name__, op)
+    murmur_hash32_cpu.default = murmur_hash32_cpu  # SGLang names the overload of this one
+
+
+# ---------------------------------------------------------------- sampling seeds
+
+
+def murmur_hash32_cpu(seed_B, position_B, column_V):
+    """[B, V] uint32: MurmurHash3 (x86, 32 bit, start value 0) of the 16 bytes seed, position, column; 8, 4 and 4 bytes, little-endian.
+
+    The GPU's version is sglang/kernels/ops/sampling/murmur_hash.py: with the same seeds a CPU draws what a GPU draws.
+    """
+    seed_B = seed_B.view(torch.int64).numpy()
+    hash_B = np.zeros(seed_B.size, np.uint32)
+    for block_B in (seed_B, seed_B >> 32, position_B.to(torch.int64).numpy()):
+        hash_B = murmur_block(hash_B, block_B.astype(np.uint32))
+    hash_BV = murmur_block(hash_B[:, None], column_V.numpy().astype(np.uint32)) ^ np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hash_BV = (hash_BV ^ hash_BV >> np.uint32(shift)) * np.uint32(factor)
+    return torch.from_numpy(hash_BV ^ hash_BV >> np.uint32(16))
+
+
+def murmur_block(hash_, block):
+    """The hash after four more bytes."""
+    block = rotate(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    return rotate(hash_ ^ block, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+
+
+def rotate(bits, left: int):
+    return bits << np.uint32(left) | bits >> np.uint32(32 - left)
 
 
 # ---------------------------------------------------------------- slots

@@ -13,7 +13,7 @@ pytest.importorskip("sglang", reason="needs SGLang")
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor  # noqa: E402
 
 from eval.servers import ServerSpec, serve  # noqa: E402
-from tests.toy import TEXT, spread_answer, write_toy  # noqa: E402
+from tests.toy import FORKING, TEXT, spread_answer, write_toy  # noqa: E402
 
 pytestmark = pytest.mark.slow
 EXTRA = ("--enable-custom-logit-processor", "--chunked-prefill-size", "64", "--context-length", "512", "--decode-log-interval", "1")
@@ -37,8 +37,8 @@ def servers(tmp_path_factory):
     """(plain, talon) URLs."""
     target, head = write_toy(tmp_path_factory.mktemp("spread"), spread=True, good_draft=True)
     # With overlap scheduling a plain SGLang server counts the last prompt token in place of the newest output token in its penalties.
-    plain = ServerSpec(target, threads=1, extra=(*EXTRA, "--disable-overlap-schedule"))
-    talon = ServerSpec(target, head, "TALON", nodes=12, width=3, steps=0, threads=1, extra=EXTRA)
+    plain = ServerSpec(target, threads=1, extra=(*EXTRA, "--disable-overlap-schedule"), launcher=FORKING)
+    talon = ServerSpec(target, head, "TALON", nodes=12, width=3, steps=0, threads=1, extra=EXTRA, launcher=FORKING)
     with serve(plain) as a, serve(talon) as b:
         yield a.url, b.url
 

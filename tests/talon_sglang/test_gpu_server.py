@@ -11,7 +11,7 @@ pytest.importorskip("sglang", reason="needs SGLang")
 pytest.importorskip("triton", reason="needs Triton")
 from eval.client import Client  # noqa: E402
 from eval.servers import ServerSpec, serve  # noqa: E402
-from tests.toy import GROUPS, answer  # noqa: E402
+from tests.toy import FORKING, GROUPS, answer  # noqa: E402
 
 pytestmark = pytest.mark.slow
 N, K, LENGTH = 6, 2, 8
@@ -30,6 +30,7 @@ def served(toy, trace, extra=(), env=None):
         threads=1,
         extra=("--skip-tokenizer-init", *extra),
         env=env or {},
+        launcher=FORKING,
     )
     lasts = [tokens[3] for tokens in GROUPS.values()]
     with serve(spec) as server, Client(server.url) as client, ThreadPoolExecutor(3) as pool:

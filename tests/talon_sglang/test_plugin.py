@@ -29,7 +29,7 @@ def server_args(toy, **changes):
     )
     absent += "max_running_requests return_hidden_states_mode"
     off = "enable_multi_layer_eagle enable_dp_attention speculative_adaptive speculative_use_rejection_sampling "
-    off += "speculative_use_block_verification enable_return_hidden_states enable_watermark"
+    off += "speculative_use_block_verification enable_return_hidden_states enable_watermark enable_deterministic_inference"
     one = "page_size tp_size pp_size dp_size tokenizer_worker_num speculative_accept_threshold_single speculative_accept_threshold_acc"
     values = dict.fromkeys(absent.split()) | dict.fromkeys(off.split(), False) | dict.fromkeys(one.split(), 1)
     values |= dict(device="cpu", disaggregation_mode="null", speculative_draft_model_path=str(head), model_path=str(target))
@@ -75,6 +75,7 @@ def test_the_reserve_is_at_most_two_n_slots(toy, n, k, steps):
         ({"enable_return_hidden_states": True}, "returning hidden states"),
         ({"return_hidden_states_mode": "last"}, "returning hidden states"),
         ({"enable_watermark": True}, "--enable-watermark"),
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
         ({"lora_paths": ["x"]}, "LoRA"),

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 pytest.importorskip("sglang", reason="needs SGLang")
 from eval.client import Client  # noqa: E402
 from eval.servers import ServerSpec, serve  # noqa: E402
-from tests.toy import GROUPS, VOCAB, spread_logits, write_toy  # noqa: E402
+from tests.toy import FORKING, GROUPS, VOCAB, spread_logits, write_toy  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TOKENS = 3
@@ -35,7 +35,7 @@ CASES = [
 def server(tmp_path_factory):
     target, head = write_toy(tmp_path_factory.mktemp("spread"), spread=True)
     extra = ("--skip-tokenizer-init",)
-    spec = ServerSpec(target, head, "TALON", nodes=16, width=4, steps=0, threads=1, max_running_requests=96, extra=extra)
+    spec = ServerSpec(target, head, "TALON", nodes=16, width=4, steps=0, threads=1, max_running_requests=96, extra=extra, launcher=FORKING)
     with serve(spec) as server, Client(server.url) as client:
         yield client
 
