@@ -31,6 +31,7 @@ from train.target import FrozenTarget
 
 EXAMPLES = """policies (may be repeated):
   chain:STEPS   eagle3:K,STEPS,N   sglang-eagle3:K,STEPS,N   opt-tree:N[,THRESHOLD[,DEPTH]]   talon:N,K[,CAP[,MU]]
+  sglang-talon:N,K[,CAP[,MU]]   talon-layers:N,K,LAYERS[,CAP[,MU]]   (what each is: docs/acceptance.md)
 
 examples:
   # the accept length of three servers before starting one

@@ -47,6 +47,15 @@ class AcceptFile:
         temporary.write_text(json.dumps(self.body()) + "\n")
         temporary.replace(self.path)
 
+    @classmethod
+    def read(cls, path: Path) -> AcceptFile:
+        """A finished file, whatever its settings. Raises ResultsError when there is none."""
+        try:
+            body = json.loads(path.read_text())
+            return cls(path, body["settings"], body["command"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ResultsError(f"{path} is not a results file of eval/accept.py ({error!r}); pass what its --out named.") from error
+
     def _load(self) -> None:
         try:
             body = json.loads(self.path.read_text())
@@ -57,9 +66,14 @@ class AcceptFile:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResultsError(f"{self.path} is not a results file of eval/accept.py ({error!r}); choose another --out.") from error
-        for key in sorted(self.settings.keys() | found.keys()):
-            if self.settings.get(key) != found.get(key):
-                raise ResultsError(
-                    f"{self.path} was measured with {key} = {found.get(key)!r}, this call has {self.settings.get(key)!r}; "
-                    "choose another --out, or pass --fresh to measure again."
-                )
+        refuse_other_settings(self.path, found, self.settings)
+
+
+def refuse_other_settings(path: Path, found: dict, wanted: dict) -> None:
+    """Raises ResultsError naming the first setting in which a results file differs from this call."""
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) != found.get(key):
+            raise ResultsError(
+                f"{path} was measured with {key} = {found.get(key)!r}, this call has {wanted.get(key)!r}; "
+                "choose another --out, or pass --fresh to measure again."
+            )
