@@ -7,6 +7,7 @@ summary: {policy: {set or "all": Acceptance}}}.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,17 +22,19 @@ class AcceptFile:
         self.path, self.settings, self.command = path, settings, command
         self.answers: dict[str, dict[str, list[int]]] = {}
         self.tallies: dict[str, dict[str, dict[str, Tally]]] = {}
+        self._saved_at = 0.0
         if path.exists():
             self._load()
 
     def summary(self) -> dict[str, dict[str, dict]]:
         """Figures by policy, over each prompt set and over all; sets whose answers have no round are left out."""
-        table: dict[str, dict[str, dict]] = {}
-        for policy, sets in self.tallies.items():
-            groups = {name: list(tallies.values()) for name, tallies in sets.items()}
-            groups["all"] = [tally for group in groups.values() for tally in group]
-            table[policy] = {name: asdict(acceptance(group)) for name, group in groups.items() if any(tally.rounds for tally in group)}
+        table = {policy: self.summary_of(policy) for policy in self.tallies}
         return {policy: by_set for policy, by_set in table.items() if by_set}
+
+    def summary_of(self, policy: str) -> dict[str, dict]:
+        groups = {name: list(tallies.values()) for name, tallies in self.tallies[policy].items()}
+        groups["all"] = [tally for group in groups.values() for tally in group]
+        return {name: asdict(acceptance(group)) for name, group in groups.items() if any(tally.rounds for tally in group)}
 
     def body(self) -> dict:
         tallies = {
@@ -46,6 +49,12 @@ class AcceptFile:
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text(json.dumps(self.body()) + "\n")
         temporary.replace(self.path)
+        self._saved_at = time.monotonic()
+
+    def save_soon(self, every_s: float = 10.0) -> None:
+        """Save, unless that was done less than `every_s` seconds ago: the file of a large grid takes a while to write."""
+        if time.monotonic() - self._saved_at > every_s:
+            self.save()
 
     @classmethod
     def read(cls, path: Path) -> AcceptFile:

@@ -70,6 +70,7 @@ def ask(args: argparse.Namespace, policy: Policy, sets: PromptSets, served: Agre
     """Sends what the policy's server has not answered yet; every answer is kept at once."""
     known = served.replies.setdefault(policy.name, {})
     todo = [(name, prompt, ids) for name, prompts in sets.items() for prompt, ids in prompts if prompt not in known.get(name, {})]
+    todo.sort(key=lambda one: len(one[2]))  # short prompts first: a run that is stopped early has compared many
     if not todo:
         return
     spec = server_spec(args, served_as(policy))
