@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = [one for one in ABLATIONS.values() if not args.only or one.name in args.only]
-    args.policy = list({row.policy: parse_policy(row.policy) for one in chosen for row in one.rows}.values())
+    args.policy = list({policy.name: policy for one in chosen for row in one.rows if (policy := parse_policy(row.policy))}.values())
     folder, args.out = args.out, args.out / "accept.json"
     try:
         check_folders(args)

@@ -48,22 +48,30 @@ def main(argv: list[str] | None = None) -> int:
         policies = servable(args, offline)
         sets = prompts_of(args, offline)
         served = open_file(args, offline, sys.argv if argv is None else ["eval/agree.py", *argv])
+        failure = ask_all(args, policies, sets, served)
+        agreements = {policy.name: served.agreement(policy.name, offline) for policy in policies if served.replies.get(policy.name)}
+        served.save(agreements)
+    except (UsageError, ResultsError, ValueError, OSError) as error:
+        return stop(str(error))
+    print_agreements(agreements, args.tolerance)
+    apart = [name for name, one in agreements.items() if abs(one.difference) > args.tolerance]
+    if apart and not failure:
+        failure = f"{', '.join(apart)}: the served accept length differs by more than {args.tolerance:.0%} from the offline one."
+    return stop(failure) if failure else 0
+
+
+def ask_all(args: argparse.Namespace, policies: list[Policy], sets: PromptSets, served: AgreeFile) -> str | None:
+    """One server after the other. Returns one sentence when it had to stop early; the answers so far are on disk."""
+    try:
         for policy in policies:
             ask(args, policy, sets, served)
     except KeyboardInterrupt:
-        return stop(f"Interrupted; answers so far are kept in {args.out}, and the same command continues from there.")
-    except ServerError as error:
-        console.print(error.log_tail, style="dim", markup=False, highlight=False)
-        return stop(str(error))
-    except (UsageError, ResultsError, RequestError, ValueError, OSError) as error:
-        return stop(str(error))
-    agreements = {policy.name: served.agreement(policy.name, offline) for policy in policies}
-    served.save(agreements)
-    print_agreements(agreements, args.tolerance)
-    apart = [name for name, one in agreements.items() if abs(one.difference) > args.tolerance]
-    if apart:
-        return stop(f"{', '.join(apart)}: the served accept length differs by more than {args.tolerance:.0%} from the offline one.")
-    return 0
+        return f"Interrupted; answers so far are kept in {args.out} (and compared above), and the same command continues from there."
+    except (ServerError, RequestError) as error:
+        if isinstance(error, ServerError):
+            console.print(error.log_tail, style="dim", markup=False, highlight=False)
+        return str(error)
+    return None
 
 
 def ask(args: argparse.Namespace, policy: Policy, sets: PromptSets, served: AgreeFile) -> None:
