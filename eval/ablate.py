@@ -48,16 +48,17 @@ def main(argv: list[str] | None = None) -> int:
         costs = CostModel.read(args.cost) if args.cost else None
         jobs = all_jobs(load_sets(args), args)
         results = open_results(args, jobs, sys.argv if argv is None else ["eval/ablate.py", *argv])
-        if failure := measure(args, jobs, results):
-            return stop(failure)
+        failure = measure(args, jobs, results)
         report(chosen, results, costs, folder)
     except (UsageError, ResultsError, DraftHeadError, ValueError, OSError) as error:
         return stop(str(error))
-    return 0
+    return stop(failure) if failure else 0
 
 
 def report(chosen: list[Ablation], results: AcceptFile, costs: CostModel | None, folder: Path) -> None:
-    tables = {one.name: table_json(one, results, costs) for one in chosen}
+    """Tables of what is there: after an interruption, over the prompts that all policies of an ablation have."""
+    tables = {one.name: rows for one in chosen if (rows := table_json(one, results, costs))}
+    chosen = [one for one in chosen if one.name in tables]
     text = markdown(chosen, tables, results)
     write(folder, text, tables, results)
     for one in chosen:

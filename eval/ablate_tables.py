@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eval.ablations import Ablation, Row
@@ -30,6 +30,7 @@ class Figures:
     series: str
     value: float | str
     base: str
+    prompts: int
     accept: float
     error: float | None
     difference: float | None
@@ -44,12 +45,15 @@ class Figures:
 
 
 def table_json(ablation: Ablation, results: AcceptFile, costs: CostModel | None) -> list[Figures]:
-    return [figures(row, results, costs) for row in ablation.rows]
+    """One row a policy, all over the prompts that every one of them has been measured on; [] when there is none."""
+    measured = [prompts_of(results, name) for row in ablation.rows for name in (row.policy, row.base)]
+    shared = sorted(set.intersection(*(set(found) for found in measured)))
+    return [figures(row, results, shared, costs) for row in ablation.rows] if shared else []
 
 
-def figures(row: Row, results: AcceptFile, costs: CostModel | None) -> Figures:
+def figures(row: Row, results: AcceptFile, shared: list[tuple[str, str]], costs: CostModel | None) -> Figures:
     policy, base = parse_policy(row.policy), parse_policy(row.base)
-    ours, theirs = (prompts_of(results, one) for one in (policy, base))
+    ours, theirs = ({key: prompts_of(results, one.name)[key] for key in shared} for one in (policy, base))
     all_ours, all_theirs = (list(found.values()) for found in (ours, theirs))
     found, is_base = acceptance(all_ours), policy.name == base.name
     difference = (None, None) if is_base else paired_difference(all_ours, all_theirs)
@@ -64,6 +68,7 @@ def figures(row: Row, results: AcceptFile, costs: CostModel | None) -> Figures:
         series=row.series,
         value=row.value,
         base=base.name,
+        prompts=len(shared),
         accept=found.accept_length,
         error=found.standard_error,
         difference=difference[0],
@@ -73,15 +78,15 @@ def figures(row: Row, results: AcceptFile, costs: CostModel | None) -> Figures:
         depth=sum(depth * share for depth, share in found.depths.items()),
         tree=sum(tally.drafted for tally in all_ours) / found.rounds,
         budget=found.budget_accepted,
-        times_plain=None if costs is None else times_plain(costs, policy, results.summary_of(policy.name)),
+        times_plain=None if costs is None else times_plain(costs, policy, asdict(found)),
         by_set=by_set,
     )
 
 
-def prompts_of(results: AcceptFile, policy: Policy) -> dict[tuple[str, str], Tally]:
-    """(set, prompt) -> tally, in one order for every policy."""
-    found = {(name, prompt): tally for name, rows in results.tallies[policy.name].items() for prompt, tally in rows.items()}
-    return dict(sorted(found.items()))
+def prompts_of(results: AcceptFile, policy: str) -> dict[tuple[str, str], Tally]:
+    """(set, prompt) -> tally."""
+    rows = results.tallies.get(parse_policy(policy).name, {})
+    return {(name, prompt): tally for name, found in rows.items() for prompt, tally in found.items()}
 
 
 def times_plain(costs: CostModel, policy: Policy, figure: dict) -> float | None:
@@ -103,7 +108,14 @@ def markdown(chosen: list[Ablation], tables: dict[str, list[Figures]], results: 
     )
     parts = ["# Ablations", about, f"```\n{results.command}\n```", LEGEND]
     for one in chosen:
-        parts += [f"## {one.question}", main_table(one, tables[one.name]), "Accept length by prompt set:", set_table(one, tables[one.name])]
+        count = tables[one.name][0].prompts
+        parts += [
+            f"## {one.question}",
+            f"`{one.name}`, {count} prompts",
+            main_table(one, tables[one.name]),
+            "Accept length by prompt set:",
+            set_table(one, tables[one.name]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

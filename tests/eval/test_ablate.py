@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from eval import ablate
-from eval.ablate_tables import times_plain
+from eval.ablate_tables import table_json, times_plain
 from eval.ablations import ABLATIONS, Ablation, Row
 from eval.accept import Models
+from eval.accept_file import AcceptFile
 from eval.cost_model import PARTS, CostModel, Line
 from eval.policies import parse_policy
 from eval.rounds import Tally, acceptance, paired_difference, ratio_error
@@ -131,9 +132,23 @@ def test_a_stopped_grid_keeps_what_it_has(command, monkeypatch, capsys):
     monkeypatch.setattr("eval.accept.tallies", stop_at_the_third)
     assert run() == 1
     assert "the same command continues from there" in capsys.readouterr().out.replace("\n", " ")
-    assert len(json.loads((folder / "accept.json").read_text())["tallies"]) == 2 and not (folder / "tables.md").exists()
+    assert len(json.loads((folder / "accept.json").read_text())["tallies"]) == 2
+    assert "Layers?" not in (folder / "tables.md").read_text()  # one of its policies has no prompt yet
     assert run() == 0
     assert calls[3:] == [*dict.fromkeys(calls[2:])]  # the two that were done are not measured again
+
+
+def test_tables_of_a_stopped_grid_are_over_the_prompts_that_all_have(command):
+    run, folder = command
+    assert run() == 0
+    body = json.loads((folder / "accept.json").read_text())
+    del body["tallies"]["talon-layers:8,3,2,10,0.03"]["two"]["d"]
+    (folder / "accept.json").write_text(json.dumps(body))
+    rows = table_json(TOY["layers"], AcceptFile.read(folder / "accept.json"), None)
+    for row in rows:
+        assert row.prompts == 3 and set(row.by_set) == {"one", "two"}
+        tallies = [one for rows in body["tallies"][row.policy].values() for prompt, one in rows.items() if prompt != "d"]
+        assert row.accept == pytest.approx(acceptance(map(Tally.from_json, tallies)).accept_length)
 
 
 def test_an_unknown_cost_file_is_one_sentence(command, capsys, tmp_path):
