@@ -54,7 +54,7 @@ def test_the_error_of_a_paired_difference_matches_repeated_draws():
             pairs.append([tally(ease * count * (1.1 if i else 1.0) + rng.gauss(0, 1), count) for i, count in enumerate(rounds)])
         return [list(side) for side in zip(*pairs)]
 
-    found = [paired_difference(*sample()) for _ in range(1500)]
+    found = [paired_difference(*sample()) for _ in range(500)]
     mean = sum(value for value, _ in found) / len(found)
     spread = (sum((value - mean) ** 2 for value, _ in found) / (len(found) - 1)) ** 0.5
     assert sum(error for _, error in found) / len(found) == pytest.approx(spread, rel=0.1)
