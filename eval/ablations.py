@@ -65,10 +65,12 @@ def ancestors(exact: str, approximate: str, series: str) -> list[Row]:
     return [Row(exact, series, "exact", exact), Row(approximate, series, "SGLang's lanes", exact)]
 
 
+# EAGLE-3 as stock SGLang serves it; its true ancestors are in ANCESTORS.
+LARGE_EAGLE, SMALL_EAGLE, SMALLEST_EAGLE = "sglang-eagle3:10,8,60", "sglang-eagle3:4,4,16", "sglang-eagle3:2,3,8"
 VERSUS = [
-    *(Row(policy, "N = 60", policy, "eagle3:10,8,60") for policy in ("talon:60,10", "eagle3:10,8,60", "opt-tree:60", "opt-tree:60,0.1")),
-    *(Row(policy, "N = 16", policy, "eagle3:4,4,16") for policy in ("talon:16,4", "talon:16,4,10,0.1", "eagle3:4,4,16", "opt-tree:16")),
-    Row("chain:4", "chain", "chain:4", "eagle3:4,4,16"),
+    *(Row(policy, "N = 60", policy, LARGE_EAGLE) for policy in ("talon:60,10", LARGE_EAGLE, "opt-tree:60", "opt-tree:60,0.1")),
+    *(Row(policy, "N = 16", policy, SMALL_EAGLE) for policy in ("talon:16,4", "talon:16,4,10,0.1", SMALL_EAGLE, "opt-tree:16", "chain:4")),
+    *(Row(policy, "N = 8", policy, SMALLEST_EAGLE) for policy in ("talon:8,2", SMALLEST_EAGLE)),
 ]
 ANCESTORS = [
     *ancestors("talon:60,10", "sglang-talon:60,10", "TALON 60,10"),
