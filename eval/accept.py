@@ -31,6 +31,7 @@ from train.target import FrozenTarget
 
 EXAMPLES = """policies (may be repeated):
   chain:STEPS   eagle3:K,STEPS,N   sglang-eagle3:K,STEPS,N   opt-tree:N[,THRESHOLD[,DEPTH]]   talon:N,K[,CAP[,MU]]
+  sglang-talon:N,K[,CAP[,MU]]   talon-layers:N,K,LAYERS[,CAP[,MU]]   (what each is: docs/acceptance.md)
 
 examples:
   # the accept length of three servers before starting one
@@ -100,12 +101,14 @@ def measure(args: argparse.Namespace, jobs: list[Job], results: AcceptFile) -> s
                     if missing(results, policy, chunk):
                         for job, tally in zip(chunk, tallies(models, run, committed, policy)):
                             results.tallies.setdefault(policy.name, {}).setdefault(job[0], {})[job[1]] = tally
-                        results.save()
+                        results.save_soon()
                     progress.advance(bar, len(chunk))
                 if not console.is_terminal:
                     console.print(f"{label}: done")
     except KeyboardInterrupt:
+        results.save()
         return f"Interrupted; finished parts are kept in {args.out}, and the same command continues from there."
+    results.save()
     return None
 
 
@@ -262,11 +265,19 @@ def cells(figure: dict) -> list[str]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    policies = f"default: {' '.join(DEFAULT_POLICIES)}"
+    parser.add_argument("--policy", type=as_argument(parse_policy), action="append", metavar="NAME:ARGS", help=policies)
+    parser.add_argument("--out", type=Path, default=Path("accept.json"))
+    args = parse_measurement(parser, argv)
+    args.policy = args.policy or [parse_policy(text) for text in DEFAULT_POLICIES]
+    return args
+
+
+def parse_measurement(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Add what says on which models and answers to measure (eval/ablate.py is told it in the same words), and parse."""
     parser.add_argument("--target", type=Path, required=True, help="target model folder (Hugging Face layout, Llama family)")
     parser.add_argument("--head", type=Path, required=True, help="EAGLE-3 head folder (SGLang layout)")
     parser.add_argument("--prompts", type=Path, required=True, help="prompt file, or a folder with one file per prompt set")
-    policies = f"default: {' '.join(DEFAULT_POLICIES)}"
-    parser.add_argument("--policy", type=as_argument(parse_policy), action="append", metavar="NAME:ARGS", help=policies)
     parser.add_argument("--limit", type=positive, help="prompts per set (default: all)")
     parser.add_argument("--max-new-tokens", type=positive, default=64)
     parser.add_argument("--temperature", type=as_argument(temperature), default=0.0, help="of the target; the draft has none (default: 0)")
@@ -274,9 +285,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the answers at a temperature above 0")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--fresh", action="store_true", help="discard what --out already holds")
-    parser.add_argument("--out", type=Path, default=Path("accept.json"))
     args = parser.parse_args(argv)
-    args.policy = args.policy or [parse_policy(text) for text in DEFAULT_POLICIES]
     if args.samples > 1 and args.temperature == 0:
         parser.error(f"--samples is {args.samples}, but at temperature 0 every answer is the same; pass --temperature, or drop --samples")
     return args

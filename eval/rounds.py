@@ -189,6 +189,20 @@ def ratio_error(above: list[float], below: list[float]) -> float | None:
     return math.sqrt(residuals * len(above) / (len(above) - 1)) / sum(below)
 
 
+def paired_difference(ours: list[Tally], theirs: list[Tally]) -> tuple[float, float | None]:
+    """(accept length of `ours` minus that of `theirs`, its standard error), both measured on the same prompts in the same order: what
+    makes a prompt easy for both cancels. The error is linearised, and None for fewer than two prompts."""
+    ratios, residuals = [], [0.0] * len(ours)
+    for sign, tallies in ((1, ours), (-1, theirs)):
+        rounds = sum(tally.rounds for tally in tallies)
+        ratio = sum(1 + tally.emitted for tally in tallies) / rounds
+        ratios.append(ratio)
+        residuals = [old + sign * (1 + t.emitted - ratio * t.rounds) / rounds for old, t in zip(residuals, tallies, strict=True)]
+    count = len(ours)
+    error = math.sqrt(sum(one**2 for one in residuals) * count / (count - 1)) if count > 1 else None
+    return ratios[0] - ratios[1], error
+
+
 def _columns(tallies: list[Tally], name: str, length: int) -> list[float]:
     lists = [getattr(tally, name) for tally in tallies]
     return [sum(values[i] for values in lists if i < len(values)) for i in range(length)]

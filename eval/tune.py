@@ -15,7 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eval.cost_model import CostModel
-from eval.policies import Chain, Eagle, Policy, Talon, parse_policy
+from eval.policies import Policy, parse_policy
+from eval.policies.served import served_as
 from eval.serve import console, positive
 
 EXAMPLES = """examples:
@@ -93,9 +94,9 @@ def ranked(accepted: dict[str, dict], model: CostModel, load: Load) -> list[Choi
     speeds: list[tuple[Policy | None, Callable[[int], float]]] = [(None, model.plain_tokens_per_s)]
     for name, figure in accepted.items():
         policy = parse_policy(name)
-        if (nodes := served_nodes(policy)) is not None:
-            full_extend = not isinstance(policy, Talon)
-            speeds.append((policy, partial(model.tokens_per_s, figure, nodes, full_extend=full_extend)))
+        if (served := served_as(policy)) is not None:
+            full_extend = served.algorithm != "TALON"
+            speeds.append((policy, partial(model.tokens_per_s, figure, served.nodes, full_extend=full_extend)))
     found = [(policy, batch, speed(batch)) for policy, speed in speeds if (batch := load.batch_of(speed))]
     if not found:
         raise ValueError(f"nothing that was measured carries {load.name}; lower the rate, or use a faster machine")
@@ -104,32 +105,16 @@ def ranked(accepted: dict[str, dict], model: CostModel, load: Load) -> list[Choi
     return sorted(choices, key=lambda choice: -choice.one_sequence)
 
 
-def served_nodes(policy: Policy) -> int | None:
-    """N of a policy that can be served; None for those that exist only offline (OPT-Tree, EAGLE3 with exact ancestors at K > 1)."""
-    if isinstance(policy, Talon):
-        return policy.config.node_budget
-    if isinstance(policy, Chain):
-        return policy.steps + 1
-    if isinstance(policy, Eagle) and policy.approximate:
-        return policy.nodes
-    return None
-
-
 def launch_command(policy: Policy | None, args: argparse.Namespace) -> str:
     """What to type; the model folders are the user's to fill in unless they were given."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", args.target]
     if policy is None:
         return shlex.join(words)
-    if isinstance(policy, Talon):
-        config = policy.config
-        algorithm, width, steps, nodes = "TALON", config.first_layer_width, config.depth_cap, config.node_budget
-    elif isinstance(policy, Chain):
-        algorithm, width, steps, nodes = "EAGLE3", 1, policy.steps, policy.steps + 1
-    else:
-        algorithm, width, steps, nodes = "EAGLE3", policy.width, policy.steps, policy.nodes
-    words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", args.head]
-    words += ["--speculative-num-draft-tokens", str(nodes), "--speculative-eagle-topk", str(width), "--speculative-num-steps", str(steps)]
-    return shlex.join(words + (["--talon-gate", f"{policy.config.gate:g}"] if isinstance(policy, Talon) else []))
+    one = served_as(policy)
+    words += ["--speculative-algorithm", one.algorithm, "--speculative-draft-model-path", args.head]
+    words += ["--speculative-num-draft-tokens", f"{one.nodes}", "--speculative-eagle-topk", f"{one.width}"]
+    words += ["--speculative-num-steps", f"{one.steps}"]
+    return shlex.join(words + ([] if one.gate is None else ["--talon-gate", f"{one.gate:g}"]))
 
 
 def read_acceptance(path: Path, prompt_set: str) -> dict[str, dict]:
@@ -181,13 +166,14 @@ def print_advice(choices: list[Choice], args: argparse.Namespace) -> None:
 
 def confirm_command(choices: list[Choice], args: argparse.Namespace) -> str:
     """eval/serve.py (which measures plain decoding too) on the three best TALON settings and the best EAGLE3 setting."""
-    talon = [choice.policy.config for choice in choices if isinstance(choice.policy, Talon)][:3]
-    eagle = [choice.policy for choice in choices if isinstance(choice.policy, (Chain, Eagle))][:1]
+    served = [served_as(choice.policy) for choice in choices if choice.policy]
+    talon = [one for one in served if one.algorithm == "TALON"][:3]
+    eagle = [one for one in served if one.algorithm == "EAGLE3"][:1]
     words = ["python", "eval/serve.py", "--target", args.target, "--head", args.head, "--prompts", "PROMPTS"]
     for one in talon:
-        words += ["--talon", f"{one.node_budget},{one.first_layer_width},{one.depth_cap},{one.gate:g}"]
+        words += ["--talon", f"{one.nodes},{one.width},{one.steps},{one.gate:g}"]
     for one in eagle:
-        words += ["--eagle3", f"1,{one.steps},{one.steps + 1}" if isinstance(one, Chain) else f"{one.width},{one.steps},{one.nodes}"]
+        words += ["--eagle3", f"{one.width},{one.steps},{one.nodes}"]
     return shlex.join([*words, "--concurrency", str(choices[0].batch)]) if talon or eagle else ""
 
 

@@ -8,6 +8,8 @@ command line's spelling:
     sglang-eagle3:K,STEPS,N           the same with stock SGLang's draft attention (a lane reads its own slots' history)
     opt-tree:N[,THRESHOLD[,DEPTH]]    OPT-Tree
     talon:N,K[,CAP[,MU]]              TALON; CAP 0 is the paper's rule without a depth cap (default: the server's)
+    sglang-talon:N,K[,CAP[,MU]]       the same with stock SGLang's draft attention
+    talon-layers:N,K,LAYERS[,CAP[,MU]]  TALON with that many top-K layers (1 is TALON) before the gate
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from eval.policies.chain import Chain
 from eval.policies.eagle import Eagle
 from eval.policies.opt_tree import OptTree
 from eval.policies.rounds import Draft, DraftRounds
-from eval.policies.talon import Talon
+from eval.policies.talon import LaneTalon, Talon, TalonLayers
 
-__all__ = ["Chain", "Draft", "DraftRounds", "Eagle", "OptTree", "Policy", "Talon", "parse_policy"]
+__all__ = ["Chain", "Draft", "DraftRounds", "Eagle", "LaneTalon", "OptTree", "Policy", "Talon", "TalonLayers", "parse_policy"]
 
 
 class Policy(Protocol):
@@ -45,6 +47,8 @@ SPELLINGS = {
     "sglang-eagle3": Spelling("sglang-eagle3:4,4,16", (int, int, int), 3, lambda *args: Eagle(*args, approximate=True)),
     "opt-tree": Spelling("opt-tree:16,0.5,10", (int, float, int), 1, OptTree),
     "talon": Spelling("talon:16,4,10,0.03", (int, int, int, float), 2, Talon),
+    "sglang-talon": Spelling("sglang-talon:16,4,10,0.03", (int, int, int, float), 2, LaneTalon),
+    "talon-layers": Spelling("talon-layers:16,4,2,10,0.03", (int, int, int, int, float), 3, TalonLayers),
 }
 
 

@@ -5,7 +5,7 @@ make them), so one pass over a sequence serves every round and every policy; a r
 
 Who attends to whom: a node sees the committed rows, the nodes that `sees` (by default its parent) sees, and itself.
 
-Suffixes: P sequences, T positions, B rounds, L lanes (nodes forwarded together, round after round), W lanes of the widest round, M node
+Suffixes: P sequences, T positions, B rounds, L lanes (nodes forwarded together, round after round), W lanes of one round, M node
 slots of a round (0 is the root), H hidden size, A heads, G key/value heads, R = A/G, d head size, V draft vocabulary.
 """
 
@@ -117,29 +117,23 @@ class DraftRounds:
         return self.head.logits(hidden_LH).float().log_softmax(-1)
 
     def _attend(self, queries_LAd, round_L, slot_L) -> torch.Tensor:
-        """Rounds are padded to the widest one; the heads that share a key head stand side by side as its queries."""
-        lanes_B = torch.bincount(round_L, minlength=self.batch)
-        width = int(lanes_B.max())
-        column_L = torch.arange(len(round_L)) - (lanes_B.cumsum(0) - lanes_B)[round_L]
-        groups = self.keys_BGTd.shape[1]
-        queries_BWAd = queries_LAd.new_zeros(self.batch, width, *queries_LAd.shape[1:])
-        queries_BWAd[round_L, column_L] = queries_LAd
-        slot_BW = torch.zeros(self.batch, width, dtype=torch.long)
-        slot_BW[round_L, column_L] = slot_L
-        seen_BWM = self.sees_BMM[torch.arange(self.batch)[:, None], slot_BW]
-
-        queries_BGXd = queries_BWAd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # X = R * W
-        scale = queries_LAd.shape[-1] ** -0.5
-        prefix_BGXT = (queries_BGXd @ self.keys_BGTd.transpose(2, 3)) * scale
-        hidden_BT = torch.arange(prefix_BGXT.shape[-1]) >= self.prefix_B[:, None]
-        prefix_BGXT.masked_fill_(hidden_BT[:, None, None], -torch.inf)
-        nodes_BGXM = (queries_BGXd @ self.node_keys_BGMd.transpose(2, 3)) * scale
+        """Round after round: their widths and prefixes differ so much that padding to the largest would cost more than the loop. The heads
+        that share a key head stand side by side as its queries."""
+        groups, contexts_WAd, first = self.keys_BGTd.shape[1], [], 0
         repeats = queries_LAd.shape[1] // groups
-        nodes_BGXM.masked_fill_(~seen_BWM.repeat(1, repeats, 1)[:, None], -torch.inf)
-        weights = torch.cat([prefix_BGXT, nodes_BGXM], dim=-1).softmax(-1).split([prefix_BGXT.shape[-1], nodes_BGXM.shape[-1]], dim=-1)
-        context_BGXd = weights[0] @ self.values_BGTd + weights[1] @ self.node_values_BGMd
-        context_BWAd = context_BGXd.unflatten(2, (repeats, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        return context_BWAd[round_L, column_L]
+        for b, lanes in enumerate(torch.bincount(round_L, minlength=self.batch).tolist()):
+            if not lanes:
+                continue
+            rows, span = slice(first, first + lanes), int(self.prefix_B[b])
+            first += lanes
+            seen_WC = fn.pad(self.sees_BMM[b, slot_L[rows]], (span, 0), value=True)  # C = T + M: the committed rows, then the nodes
+            keys_GCd = torch.cat([self.keys_BGTd[b, :, :span], self.node_keys_BGMd[b]], dim=1)
+            values_GCd = torch.cat([self.values_BGTd[b, :, :span], self.node_values_BGMd[b]], dim=1)
+            queries_GXd = queries_LAd[rows].unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # X = R * W
+            mask_XC = seen_WC.repeat(repeats, 1)
+            context_1GXd = fn.scaled_dot_product_attention(queries_GXd[None], keys_GCd[None], values_GCd[None], attn_mask=mask_XC)
+            contexts_WAd.append(context_1GXd[0].unflatten(1, (repeats, lanes)).permute(2, 0, 1, 3).flatten(1, 2))
+        return torch.cat(contexts_WAd)
 
     def _grow(self, slots: int) -> None:
         more = slots - self.depth_BM.shape[1]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from eval.policies import Chain, Eagle, OptTree, Talon, parse_policy
+from eval.policies import Chain, Eagle, LaneTalon, OptTree, Talon, TalonLayers, parse_policy
 from eval.policies.rounds import Committed, DraftRounds, ranked_tree
 from talon_sglang.tree import TreeConfig, grow_tree, paths
 from tests.train.toy import VOCAB, toy_head, toy_target
@@ -166,6 +166,79 @@ def test_talon_is_the_tree_of_the_rule(world, settings):
         assert draft.forwards == max(tree.depths)
 
 
+@pytest.mark.parametrize(("layers", "cap"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 2), (2, 1)])
+def test_layered_talon_takes_its_best_before_it_gates(world, layers, cap):
+    nodes, width, gate = 14, 3, 0.2
+    wide_roots = 0
+    for b, draft in enumerate(TalonLayers(nodes, width, layers, cap, gate).draft(world.rounds())):
+        wanted, frontier, sizes = {}, [((), 0.0)], []
+        while len(wanted) < nodes - 1 and len(sizes) != (cap or nodes):
+            pool = best([child for path, score in frontier for child in children(world, b, path, score, 24)], 10**6)
+            if len(sizes) < layers:
+                frontier = pool[:width]
+            else:
+                frontier = [child for child in pool if child[1] >= pool[0][1] + math.log(gate)]
+            frontier = frontier[: nodes - 1 - len(wanted)]
+            wanted |= dict(frontier)
+            sizes.append(len(frontier))
+        same(world.scored(draft.tree, b), as_ids(world, wanted))
+        assert draft.lanes == sizes[:-1]
+        wide_roots += sizes[0] != width
+    assert bool(wide_roots) == (layers == 0), "a gated root must differ from a top-K root somewhere"
+
+
+def test_layered_talon_with_a_flat_root_fills_its_budget(world):
+    head = toy_head(world.target, world.draft_ids, std=0.6)
+    head.lm_head.weight.data.zero_()
+    embedding = world.target.embedding.weight
+    committed = Committed(head, embedding, world.ids, world.features, list(PROMPT_LENGTHS))
+    rounds = DraftRounds(head, world.draft_ids, embedding, committed, torch.arange(3), torch.tensor(ROOTS))
+    for draft in TalonLayers(12, 3, 0).draft(rounds):
+        assert draft.tree.depths == [0] + [1] * 11 and draft.tree.tokens[1:] == world.draft_ids[:11].tolist()
+
+
+def test_lane_talon_reads_the_history_of_its_lane(world):
+    nodes, width, gate = 16, 2, 0.3
+    differing, widths = 0, set()
+    exact = Talon(nodes, width, 0, gate).draft(world.rounds())
+    for b, draft in enumerate(LaneTalon(nodes, width, 0, gate).draft(world.rounds())):
+        slots: dict = {}  # lane -> (keys, values): the committed rows, then what this lane itself has written
+        layer = [(*child, None) for child in children(world, b, (), 0.0, width)]
+        wanted, depth = {path: score for path, score, _ in layer}, 1
+        while len(wanted) < nodes - 1:
+            pool = []
+            for lane, (path, score, hidden) in enumerate(layer):
+                keys, values = slots.setdefault(lane, ([], []))
+                row, state = lane_row(world, b, keys, values, path, hidden, depth)
+                pool += [(path + (token,), score + float(row[token]), state) for token in range(len(row))]
+            pool = best(pool, 10**6)
+            layer = [child for child in pool if child[1] >= pool[0][1] + math.log(gate)][: nodes - 1 - len(wanted)]
+            wanted |= {path: score for path, score, _ in layer}
+            widths.add(len(layer))
+            depth += 1
+        same(world.scored(draft.tree, b), as_ids(world, wanted))
+        differing += world.scored(draft.tree, b) != world.scored(exact[b].tree, b)
+    assert differing, "lane histories and true ancestors gave the same trees: this test shows nothing"
+    assert len(widths) > 1, "layers of one width leave the history of a skipped lane untested"
+
+
+def lane_row(world, b: int, keys: list, values: list, path, hidden, depth: int):
+    """(draft log-probabilities, state) after `path`, whose last node is written behind the rows of its lane."""
+    root, reference = ROOTS[b], world.reference
+    if not keys:
+        for row in range(root):
+            inputs = reference.w["fc.weight"] @ world.features[b][row]
+            reference._layer(inputs, reference.embedding_VH[world.ids[b][row + 1]], row, keys, values)
+    if hidden is None:  # the root's state, which all of the first layer share
+        scratch_keys, scratch_values = [], []
+        for row in range(root):
+            inputs = reference.w["fc.weight"] @ world.features[b][row]
+            hidden = reference._layer(inputs, reference.embedding_VH[world.ids[b][row + 1]], row, scratch_keys, scratch_values)
+    embed = reference.embedding_VH[world.draft_ids[path[-1]]]
+    state = reference._layer(hidden, embed, root + depth - 1, keys, values)
+    return torch.log_softmax(reference.w["lm_head.weight"] @ reference._norm(state, "norm"), dim=-1), state
+
+
 def test_a_round_does_not_depend_on_its_neighbours(world):
     together = Talon(12, 3).draft(world.rounds())
     committed = Committed(world.head, world.target.embedding.weight, world.ids[1:2], world.features[1:2], [PROMPT_LENGTHS[1]])
@@ -178,7 +251,7 @@ def test_a_failed_draft_leaves_the_root(world):
     head = toy_head(world.target, world.draft_ids, std=0.6)
     head.lm_head.weight.data.fill_(math.nan)
     committed = Committed(head, world.target.embedding.weight, world.ids, world.features, list(PROMPT_LENGTHS))
-    for policy in (Chain(3), Eagle(3, 3, 10), OptTree(8), Talon(8, 2)):
+    for policy in (Chain(3), Eagle(3, 3, 10), OptTree(8), Talon(8, 2), LaneTalon(8, 2), TalonLayers(8, 2, 0), TalonLayers(8, 2, 2)):
         rounds = DraftRounds(head, world.draft_ids, world.target.embedding.weight, committed, torch.arange(3), torch.tensor(ROOTS))
         for draft in policy.draft(rounds):
             assert len(draft.tree) == 1 and draft.tree.degraded
@@ -194,7 +267,18 @@ def test_a_sequence_that_does_not_fit_its_features_is_refused(world):
         Committed(world.head, world.target.embedding.weight, [world.ids[0][:17]], world.features[:1], [3])
 
 
-@pytest.mark.parametrize("text", ["chain:4", "eagle3:4,4,16", "sglang-eagle3:4,4,16", "opt-tree:16,0.5,10", "talon:16,4,10,0.03"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chain:4",
+        "eagle3:4,4,16",
+        "sglang-eagle3:4,4,16",
+        "opt-tree:16,0.5,10",
+        "talon:16,4,10,0.03",
+        "sglang-talon:16,4,0,0.1",
+        "talon-layers:16,4,2,10,0.03",
+    ],
+)
 def test_a_name_spells_its_policy(text):
     assert parse_policy(text).name == text
 
@@ -209,6 +293,8 @@ def test_a_name_spells_its_policy(text):
         ("talon:16,x", "an example is talon:16,4,10,0.03"),
         ("talon:16,4,10,2", "gate is 2.0"),
         ("opt-tree:1", "want N >= 2"),
+        ("talon-layers:16,4", "an example is talon-layers:16,4,2,10,0.03"),
+        ("talon-layers:16,4,-1", "layers is -1"),
     ],
 )
 def test_a_bad_spelling_says_what_is_wrong(text, complaint):

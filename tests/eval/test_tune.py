@@ -6,8 +6,9 @@ from argparse import Namespace
 import pytest
 
 from eval.cost_model import PARTS
-from eval.policies import Chain, Eagle, OptTree, Talon
-from eval.tune import launch_command, main, served_nodes
+from eval.policies import Chain, Eagle, LaneTalon, OptTree, Talon, TalonLayers
+from eval.policies.served import served_as
+from eval.tune import launch_command, main
 
 ARGS = Namespace(target="T", head="H")
 
@@ -83,14 +84,15 @@ def test_a_prompt_set_can_decide(files, capsys):
 def test_the_printed_command_says_all_settings(policy):
     words = launch_command(policy, ARGS).split()
     flags = dict(zip(words, words[1:]))
-    assert int(flags["--speculative-num-draft-tokens"]) == served_nodes(policy)
+    assert int(flags["--speculative-num-draft-tokens"]) == served_as(policy).nodes
     assert flags["--speculative-algorithm"] == ("TALON" if isinstance(policy, Talon) else "EAGLE3")
     assert ("--talon-gate" in flags) == isinstance(policy, Talon)
     assert flags["--speculative-num-steps"] == {"talon:16,4,0,0.1": "0", "chain:3": "3", "sglang-eagle3:4,4,16": "4"}[policy.name]
 
 
-def test_offline_policies_are_not_offered():
-    assert served_nodes(OptTree(16)) is None and served_nodes(Eagle(4, 4, 16)) is None
+@pytest.mark.parametrize("policy", [OptTree(16), Eagle(4, 4, 16), LaneTalon(16, 4), TalonLayers(16, 4, 2)])
+def test_offline_policies_are_not_offered(policy):
+    assert served_as(policy) is None
 
 
 def test_files_of_different_heads_are_refused(files, capsys):
