@@ -32,13 +32,14 @@ EXAMPLES = """examples:
 """
 STARTER = REPO / "train" / "prompts" / "starter.jsonl"
 RECIPE = REPO / "recipes" / "smollm2-135m-cpu-quick.yaml"
-ROUND_CONVERSATIONS = 40  # of a short run of the alternating speed measurement
+ROUND_CONVERSATIONS = 20  # of a short run of the alternating speed measurement
 EVERY = 10**6  # nothing but the last step validates or writes a checkpoint
 POLICIES = ("talon:16,4", "chain:4")
 HEADS = {
     "ours": "this toolkit, its defaults",
     "same-start": "this toolkit, from the random head that speculators starts from",
-    "theirs": "speculators 0.9.0, its defaults",
+    "theirs": "speculators 0.9.0 with AdamW",
+    "theirs-muon": "speculators 0.9.0 with Muon, its default",
 }
 # SGLang cannot serve a head trained with norm_before_residual. Flex attention and fused losses want a GPU.
 THEIR_FLAGS = ["--speculator-type", "eagle3", "--no-norm-before-residual", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
@@ -155,11 +156,13 @@ def training_stages(places: Places, size: Size) -> list[Stage]:
     """Short runs in turn for the speed, then the runs whose heads are measured."""
     stages = []
     for number in range(1, size.rounds + 1):
-        for side, command in (("ours", ours), ("theirs", theirs)):
+        for side in ("ours", "theirs"):
             name = f"speed-{side}-{number}"
-            stages.append(trained(places, name, f"{side}, short run {number} of {size.rounds}", command(places, size, name, short=True)))
+            command = (ours if side == "ours" else theirs)(places, size, name, short=True)
+            stages.append(trained(places, name, f"{HEADS[side]}, short run {number} of {size.rounds}", command))
     stages.append(trained(places, "ours", HEADS["ours"], ours(places, size, "ours")))
-    stages.append(trained(places, "theirs", HEADS["theirs"], theirs(places, size, "theirs")))
+    for name in ("theirs", "theirs-muon"):
+        stages.append(trained(places, name, HEADS[name], theirs(places, size, name)))
     start = theirs(places, size, "start") + ["--dry-run", "--no-norm-before-fc", "--no-norm-output"]
     stages.append(Stage("start", "the random head that speculators starts from", start, [places.folder / "start"], source("theirs")))
     same = ours(places, size, "same-start") + ["--set", f"head.start_from={places.folder / 'start' / 'raw'}"]
@@ -201,12 +204,12 @@ def theirs(places: Places, size: Size, name: str, short: bool = False) -> list:
     command += ["--length", str(size.length), "--facts", places.folder / "facts.json", "--clock", here / "clock.json"]
     command += ["--short"] if short else []
     flags = ["--verifier-name-or-path", places.target, "--draft-vocab-size", str(size.draft_vocab), "--ttt-steps", str(size.ttt_steps)]
-    return [*command, "--", *THEIR_FLAGS, *flags]
+    return [*command, "--", *THEIR_FLAGS, *flags, "--optimizer", "muon" if name == "theirs-muon" else "adamw"]
 
 
 def exported(places: Places, name: str) -> list:
     here = places.folder / name
-    if name != "theirs":
+    if not name.startswith("theirs"):
         return [sys.executable, "train/export.py", "--run", here / "run", "--out", here / "head", "--target", places.target]
     doctor = [sys.executable, "train/doctor.py", here / "raw", "--target", places.target, "--fix", here / "head"]
     return [*doctor, "--norm-output", "true", "--aux-ids-are", "inputs"]
@@ -250,7 +253,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--answers", type=Path, help="answers of the target to train on (default: it answers the starter prompts)")
     parser.add_argument("--prompts", type=Path, help="held-out prompts, a file or a folder (default: the starter prompts marked eval)")
     parser.add_argument("--limit", type=positive, default=6, help="held-out prompts of each set")
-    parser.add_argument("--conversations", type=positive, default=240)
+    parser.add_argument("--conversations", type=positive, default=100)
     parser.add_argument("--length", type=positive, default=512, help="tokens of a conversation at most, and of a batch")
     parser.add_argument("--epochs", type=positive, default=2)
     parser.add_argument("--ttt-steps", type=positive, default=3)

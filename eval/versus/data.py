@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+FLUSH_EVERY = 20  # conversations in a shard of our store; so many are computed again after an interruption
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,12 +78,16 @@ def write_features(args: argparse.Namespace) -> None:
     theirs.mkdir(exist_ok=True)
     with progress_bar("features", sum(len(row["input_ids"]) for row in rows)) as advance:
         for number, row in enumerate(rows):
-            ids, useful = row["input_ids"], useful_length(row["loss_mask"])
-            before_norm_TH, features_TF, final_TH = states(target, ids)
-            four_T4H = torch.stack([*features_TF.chunk(3, dim=-1), before_norm_TH], dim=1).bfloat16()
-            save_file({"hidden_states": four_T4H, "token_ids": torch.tensor(ids)}, theirs / f"hs_{number}.safetensors")
-            kept_TX = torch.cat([features_TF, final_TH], dim=-1)[:useful]
-            store.put(ids[:useful], Features(kept_TX, target.argmax(final_TH[:useful]).int()))
+            ids, useful, file = row["input_ids"], useful_length(row["loss_mask"]), theirs / f"hs_{number}.safetensors"
+            if not (file.exists() and ids[:useful] in store):  # an interrupted run goes on
+                before_norm_TH, features_TF, final_TH = states(target, ids)
+                four_T4H = torch.stack([*features_TF.chunk(3, dim=-1), before_norm_TH], dim=1).bfloat16()
+                kept_TX = torch.cat([features_TF, final_TH], dim=-1)[:useful]
+                store.put(ids[:useful], Features(kept_TX, target.argmax(final_TH[:useful]).int()))
+                if number % FLUSH_EVERY == 0:
+                    store.flush()
+                save_file({"hidden_states": four_T4H, "token_ids": torch.tensor(ids)}, file.with_suffix(".tmp"))
+                os.replace(file.with_suffix(".tmp"), file)
             advance(len(ids), "tokens")
     store.flush()
     trained = rows[:-1]

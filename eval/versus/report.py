@@ -15,8 +15,7 @@ from rich.table import Table
 from eval.results import machine
 from eval.versus.clock import alternating, rate
 
-ORDER = ("ours", "same-start", "theirs")
-TITLES = {"ours": "ours", "same-start": "ours, their start", "theirs": "speculators"}
+TITLES = {"ours": "ours", "same-start": "ours, their start", "theirs": "speculators", "theirs-muon": "speculators, Muon"}
 NOTE = (
     "tokens/s: conversation tokens without padding, over the optimiser loop of the full run, its first two steps left out; model load, "
     "hidden states, validation and checkpoints are outside. CPU tokens/s: the same per second of processor time. accept: tokens per target "
@@ -38,7 +37,7 @@ def main() -> None:
 def collect(folder: Path) -> dict:
     """Everything that was measured, as one JSON object. Heads and servers that were not measured are left out."""
     heads = {}
-    for name in ORDER:
+    for name in TITLES:
         clock = read(folder / name / "clock.json")
         if clock is None:
             continue
@@ -50,14 +49,20 @@ def collect(folder: Path) -> dict:
             "seconds": round(sum(s["wall_s"] for s in steps), 1),
         }
         heads[name] = {**counted, **speed, **clock, "accept": accept(folder, name), "served": served(folder, name)}
-    short = {side: [read(path)["steps"] for path in sorted(folder.glob(f"speed-{side}-*/clock.json"))] for side in ("ours", "theirs")}
     body = {"facts": read(folder / "facts.json"), "machine": machine(), "heads": heads}
-    if short["ours"] and short["theirs"]:
-        body["speed"] = {unit: alternating(short["ours"], short["theirs"], unit) for unit in ("wall_s", "cpu_s")}
+    short = [short_runs(folder, side) for side in ("ours", "theirs")]
+    if all(short):
+        body["speed"] = {unit: alternating(*short, unit) for unit in ("wall_s", "cpu_s")}
     if {"ours", "theirs"} <= set(heads):
         pair = heads["ours"], heads["theirs"]
         body["ratio"] = {unit: round(pair[0][unit] / pair[1][unit], 3) for unit in ("tokens_per_s", "tokens_per_cpu_s")}
     return body
+
+
+def short_runs(folder: Path, side: str) -> list[list[dict]]:
+    """Steps of each short run, in the order of the rounds."""
+    files = sorted(folder.glob(f"speed-{side}-[0-9]*/clock.json"), key=lambda file: int(file.parent.name.rsplit("-", 1)[1]))
+    return [read(file)["steps"] for file in files]
 
 
 def accept(folder: Path, name: str) -> dict[str, dict]:
@@ -101,9 +106,8 @@ def print_table(body: dict, console: Console) -> None:
     for unit, name in (("wall_s", "tokens/s"), ("cpu_s", "CPU tokens/s")):
         if "speed" in body:
             found = body["speed"][unit]
-            console.print(
-                f"short runs in turn, {name}: ours {found['ours']}, theirs {found['theirs']}, ratio {found['ratio']:.2f}", highlight=False
-            )
+            rates = f"ours {found['ours']}, speculators {found['theirs']}"
+            console.print(f"short runs in turn, {name}: {rates}, median ratio {found['ratio']:.2f}", highlight=False)
     if "ratio" in body:
         ratio = body["ratio"]
         console.print(f"full runs: ratio {ratio['tokens_per_s']:.2f} ({ratio['tokens_per_cpu_s']:.2f} by processor time)", highlight=False)

@@ -3,8 +3,9 @@
   prepare   `speculators prepare-data` on pre-tokenised rows, then the order in which it keeps them
   train     `speculators train`; what follows `--` goes to it unchanged
 
-speculators 0.9.0 takes for granted that there is an accelerator. On a CPU three things are exchanged before it starts, nothing of its
-arithmetic: the device number becomes the device `cpu`, autocast is asked for the CPU, and waiting for the accelerator is left out.
+speculators 0.9.0 takes for granted that there is an accelerator. On a CPU three things are exchanged before it starts: the device number
+becomes the device `cpu`, autocast is asked for the CPU, and waiting for the accelerator is left out. A fourth helps its speed: PyTorch's Muon
+multiplies in bf16, which a CPU without such units does tens of times slower than in fp32, so it gets fp32.
 """
 
 import argparse
@@ -97,6 +98,22 @@ def for_cpu() -> None:
     trainer.get_local_rank = lambda: torch.device("cpu")
     trainer.Trainer.setup_trainer = setup_trainer
     torch.accelerator.synchronize = lambda *_: None
+    muon_in_fp32()
+
+
+def muon_in_fp32() -> None:
+    from unittest.mock import patch
+
+    import torch
+    from torch.optim import _muon
+
+    in_bf16 = _muon._zeropower_via_newtonschulz
+
+    def in_fp32(*args, **kwargs):
+        with patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.detach().clone().float()):
+            return in_bf16(*args, **kwargs)
+
+    _muon._zeropower_via_newtonschulz = in_fp32
 
 
 def epochs_for(steps: int, lengths: list[int], budget: int) -> int:

@@ -67,11 +67,16 @@ def test_the_report_needs_no_head_that_was_not_measured(tmp_path, capsys):
         (tmp_path / name).mkdir()
         timed = {"steps": steps((5, 9.0), (5, 9.0), (100, seconds)), "peak_mib": 700, "torch": "2.13.0"}
         (tmp_path / name / "clock.json").write_text(json.dumps(timed))
+    for name, seconds in (("ours-1", 1.0), ("theirs-1", 4.0)):
+        (tmp_path / f"speed-{name}").mkdir()
+        timed = {"steps": steps((5, 9.0), (5, 9.0), (100, seconds))}
+        (tmp_path / f"speed-{name}" / "clock.json").write_text(json.dumps(timed))
     summary = {"summary": {"talon:16,4": {"all": {"accept_length": 1.875, "standard_error": 0.02}}}}
     (tmp_path / "accept-ours.json").write_text(json.dumps(summary))
     body = collect(tmp_path)
     assert body["ratio"] == {"tokens_per_s": 2.5, "tokens_per_cpu_s": 2.5}
-    assert set(body["heads"]) == {"ours", "theirs"} and "speed" not in body
+    assert set(body["heads"]) == {"ours", "theirs"}
+    assert body["speed"]["wall_s"]["ratio"] == 4.0
     assert body["heads"]["ours"]["accept"]["talon:16,4"]["accept_length"] == 1.875 and body["heads"]["theirs"]["accept"] == {}
     from rich.console import Console
 
@@ -168,7 +173,7 @@ def test_a_head_of_our_own_is_loaded_as_before(tmp_path):
 def test_cuda_packages_are_noticed_before_they_are_installed():
     plan = {"install": [{"metadata": {"name": name}} for name in ("torch", "nvidia-cublas-cu12", "cuda-bindings", "numpy")]}
     assert install.cuda_packages(plan) == ["cuda-bindings", "nvidia-cublas-cu12"]
-    pinned = dict(pin.split("==") for pin in install.PINS)
+    pinned = dict(pin.split("==") for pin in (*install.PINS, *install.WITHOUT_REQUIREMENTS))
     assert install.as_pinned(pinned | {"torch": "2.13.0+cpu"})
     assert not install.as_pinned(pinned | {"speculators": "0.8.0"})
 
@@ -186,7 +191,8 @@ def test_both_sides_get_the_same_numbers_and_take_turns(tmp_path):
             assert (ours if side == "ours" else theirs) in words
     assert "train.micro_batch_tokens=64" in stages["ours"] and "--length 64" in " ".join(stages["theirs"])
     order = [name for name in stages if name.startswith("speed")]
-    assert order == ["speed-ours-1", "speed-theirs-1", "speed-ours-2", "speed-theirs-2"]
+    assert order == [f"speed-{side}-{number}" for number in (1, 2) for side in ("ours", "theirs")]
+    assert [name for name in stages if "muon" in stages[name]] == ["theirs-muon"]
     assert "answers" not in stages and "served-ours" not in stages
     assert {"answers", "served-ours"} <= {stage.name for stage in listed(tmp_path, True, True)}
 
