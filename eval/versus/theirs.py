@@ -4,8 +4,8 @@
   train     `speculators train`; what follows `--` goes to it unchanged
 
 speculators 0.9.0 takes for granted that there is an accelerator. On a CPU three things are exchanged before it starts: the device number
-becomes the device `cpu`, autocast is asked for the CPU, and waiting for the accelerator is left out. A fourth helps its speed: PyTorch's Muon
-multiplies in bf16, which a CPU without such units does tens of times slower than in fp32, so it gets fp32.
+becomes the device `cpu`, autocast is asked for the CPU, and waiting for the accelerator is left out. A fourth helps its speed: PyTorch's
+Muon multiplies in bf16, which a CPU without such units does tens of times slower than in fp32, so it gets fp32.
 """
 
 import argparse
