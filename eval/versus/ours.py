@@ -1,6 +1,7 @@
 """A training run of this toolkit with a clock around each step. Settings come from a recipe, as with train/draft_head.py."""
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,12 +24,13 @@ def main() -> None:
 
 
 def run(recipe, clock_file: Path) -> None:
-    """Train from the first step to the last; a half-finished run in the recipe's folder would leave steps untimed, so it is redone."""
+    """Train from the first step to the last. A half-finished run in the recipe's folder is deleted: its steps were not timed."""
     import torch
     import transformers
 
     from train import trainer
 
+    shutil.rmtree(recipe.output_dir, ignore_errors=True)
     clock = Clock()
 
     class TimedReporter(trainer.Reporter):
