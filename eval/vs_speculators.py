@@ -39,8 +39,8 @@ HEADS = {
     "ours": "this toolkit, its defaults",
     "same-start": "this toolkit, from the random head that speculators starts from",
     "theirs": "speculators 0.9.0 with AdamW",
-    "theirs-muon": "speculators 0.9.0 with Muon, its default",
 }
+MUON = {"theirs-muon": "speculators 0.9.0 with Muon, its default"}  # with --muon
 # SGLang cannot serve a head trained with norm_before_residual. Flex attention and fused losses want a GPU.
 THEIR_FLAGS = ["--speculator-type", "eagle3", "--no-norm-before-residual", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
 THEIR_FLAGS += ["--hidden-states-dtype", "float32"]
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name, rows in zip(("train", "eval"), split_starter()):
             write_prompts(folder / f"prompts-{name}.jsonl", rows)
-        stages = all_stages(places, size, own_answers=args.answers is None, servers=args.serve)
+        stages = all_stages(places, size, own_answers=args.answers is None, servers=args.serve, muon=args.muon)
         if args.list:
             list_commands(stages)
             return 0
@@ -113,8 +113,12 @@ def split_starter() -> tuple[list[dict], list[dict]]:
 # ------------------------------------------------------------ stages
 
 
-def all_stages(places: Places, size: Size, own_answers: bool, servers: bool) -> list[Stage]:
-    stages = data_stages(places, size, own_answers) + training_stages(places, size) + measuring_stages(places, servers)
+def all_stages(places: Places, size: Size, own_answers: bool, servers: bool, muon: bool) -> list[Stage]:
+    stages = data_stages(places, size, own_answers) + training_stages(places, size)
+    stages += [stage for name in HEADS for stage in measuring_stages(places, name, servers)]
+    for name in MUON if muon else ():
+        stages.append(trained(places, name, MUON[name], theirs(places, size, name)))
+        stages += [exporting_stage(places, name), *measuring_stages(places, name, servers)]
     command = [sys.executable, "eval/versus/report.py", places.folder]
     inputs = [path for stage in stages for path in stage.outputs if path.suffix == ".json"]
     return [
@@ -161,15 +165,12 @@ def training_stages(places: Places, size: Size) -> list[Stage]:
             command = (ours if side == "ours" else theirs)(places, size, name, short=True)
             stages.append(trained(places, name, f"{HEADS[side]}, short run {number} of {size.rounds}", command))
     stages.append(trained(places, "ours", HEADS["ours"], ours(places, size, "ours")))
-    for name in ("theirs", "theirs-muon"):
-        stages.append(trained(places, name, HEADS[name], theirs(places, size, name)))
+    stages.append(trained(places, "theirs", HEADS["theirs"], theirs(places, size, "theirs")))
     start = theirs(places, size, "start") + ["--dry-run", "--no-norm-before-fc", "--no-norm-output"]
     stages.append(Stage("start", "the random head that speculators starts from", start, [places.folder / "start"], source("theirs")))
     same = ours(places, size, "same-start") + ["--set", f"head.start_from={places.folder / 'start' / 'raw'}"]
     stages.append(trained(places, "same-start", HEADS["same-start"], same))
-    for name in HEADS:
-        stages.append(Stage(f"export-{name}", "in the layout that SGLang loads", exported(places, name), [places.head(name)]))
-    return stages
+    return stages + [exporting_stage(places, name) for name in HEADS]
 
 
 def trained(places: Places, name: str, what: str, command: list) -> Stage:
@@ -207,26 +208,25 @@ def theirs(places: Places, size: Size, name: str, short: bool = False) -> list:
     return [*command, "--", *THEIR_FLAGS, *flags, "--optimizer", "muon" if name == "theirs-muon" else "adamw"]
 
 
-def exported(places: Places, name: str) -> list:
+def exporting_stage(places: Places, name: str) -> Stage:
     here = places.folder / name
-    if not name.startswith("theirs"):
-        return [sys.executable, "train/export.py", "--run", here / "run", "--out", here / "head", "--target", places.target]
-    doctor = [sys.executable, "train/doctor.py", here / "raw", "--target", places.target, "--fix", here / "head"]
-    return [*doctor, "--norm-output", "true", "--aux-ids-are", "inputs"]
+    command = [sys.executable, "train/export.py", "--run", here / "run", "--out", here / "head", "--target", places.target]
+    if name.startswith("theirs"):
+        command = [sys.executable, "train/doctor.py", here / "raw", "--target", places.target, "--fix", here / "head"]
+        command += ["--norm-output", "true", "--aux-ids-are", "inputs"]
+    return Stage(f"export-{name}", "in the layout that SGLang loads", command, [places.head(name)])
 
 
-def measuring_stages(places: Places, servers: bool) -> list[Stage]:
-    stages = []
-    for name in HEADS:
-        shared = ["--target", places.target, "--head", places.head(name), "--prompts", places.prompts, "--limit", str(places.limit)]
-        out = places.folder / f"accept-{name}.json"
-        offline = [sys.executable, "eval/accept.py", *shared, "--out", out, *(word for one in POLICIES for word in ("--policy", one))]
-        stages.append(Stage(f"accept-{name}", "accept length on held-out prompts", offline, [out], inputs=[places.prompts]))
-        if servers:
-            out = places.folder / f"served-{name}.json"
-            live = [sys.executable, "eval/serve.py", *shared, "--out", out, "--talon", "16,4", "--max-new-tokens", "64"]
-            what = "SGLang servers on the same prompts"
-            stages.append(Stage(f"served-{name}", what, live, [out], inputs=[places.prompts], scratch=[out.with_suffix("")]))
+def measuring_stages(places: Places, name: str, servers: bool) -> list[Stage]:
+    shared = ["--target", places.target, "--head", places.head(name), "--prompts", places.prompts, "--limit", str(places.limit)]
+    out = places.folder / f"accept-{name}.json"
+    offline = [sys.executable, "eval/accept.py", *shared, "--out", out, *(word for one in POLICIES for word in ("--policy", one))]
+    stages = [Stage(f"accept-{name}", "accept length on held-out prompts", offline, [out], inputs=[places.prompts])]
+    if servers:
+        out = places.folder / f"served-{name}.json"
+        live = [sys.executable, "eval/serve.py", *shared, "--out", out, "--talon", "16,4", "--max-new-tokens", "64"]
+        what = "SGLang servers on the same prompts"
+        stages.append(Stage(f"served-{name}", what, live, [out], inputs=[places.prompts], scratch=[out.with_suffix("")]))
     return stages
 
 
@@ -261,9 +261,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=2, help="short runs of each side, in turn, for the speed")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--serve", action="store_true", help="measure on real SGLang servers too (minutes for each head)")
+    parser.add_argument("--muon", action="store_true", help="train speculators with Muon too, its default, which is slow on a CPU")
     parser.add_argument("--list", action="store_true", help="print the command of each stage and stop")
     args = parser.parse_args(argv)
-    names = [stage.name for stage in all_stages(Places(*[Path()] * 5, 1), Size(*[1] * 5, args.rounds), True, True)]
+    names = [stage.name for stage in all_stages(Places(*[Path()] * 5, 1), Size(*[1] * 5, args.rounds), True, True, True)]
     for chosen in (args.only, args.start):
         if chosen and chosen not in names:
             parser.error(f"{chosen} is not a stage; choose one of {', '.join(names)}")

@@ -178,13 +178,13 @@ def test_cuda_packages_are_noticed_before_they_are_installed():
     assert not install.as_pinned(pinned | {"speculators": "0.8.0"})
 
 
-def listed(tmp_path, *options) -> list:
+def listed(tmp_path, own_answers=False, servers=False, muon=False) -> list:
     places = vs_speculators.Places(tmp_path, tmp_path / "venv", tmp_path / "target", tmp_path / "a.jsonl", tmp_path / "p.jsonl", 3)
-    return vs_speculators.all_stages(places, vs_speculators.Size(9, 64, 2, 3, 128, 2), *options)
+    return vs_speculators.all_stages(places, vs_speculators.Size(9, 64, 2, 3, 128, 2), own_answers, servers, muon)
 
 
 def test_both_sides_get_the_same_numbers_and_take_turns(tmp_path):
-    stages = {stage.name: [str(word) for word in stage.command] for stage in listed(tmp_path, False, False)}
+    stages = {stage.name: [str(word) for word in stage.command] for stage in listed(tmp_path)}
     for side in ("ours", "theirs"):
         words = " ".join(stages[side])
         for ours, theirs in (("draft_vocab_size=128", "--draft-vocab-size 128"), ("ttt_steps=3", "--ttt-steps 3")):
@@ -192,13 +192,16 @@ def test_both_sides_get_the_same_numbers_and_take_turns(tmp_path):
     assert "train.micro_batch_tokens=64" in stages["ours"] and "--length 64" in " ".join(stages["theirs"])
     order = [name for name in stages if name.startswith("speed")]
     assert order == [f"speed-{side}-{number}" for number in (1, 2) for side in ("ours", "theirs")]
-    assert [name for name in stages if "muon" in stages[name]] == ["theirs-muon"]
+    assert not [name for name in stages if "muon" in stages[name]]
     assert "answers" not in stages and "served-ours" not in stages
-    assert {"answers", "served-ours"} <= {stage.name for stage in listed(tmp_path, True, True)}
+    more = {stage.name for stage in listed(tmp_path, own_answers=True, servers=True, muon=True)}
+    assert more - set(stages) == {"answers", "theirs-muon", "export-theirs-muon", "accept-theirs-muon"} | {
+        f"served-{name}" for name in ("ours", "same-start", "theirs", "theirs-muon")
+    }
 
 
 def test_every_command_of_a_stage_is_there(tmp_path):
-    for stage in listed(tmp_path, True, True):
+    for stage in listed(tmp_path, own_answers=True, servers=True, muon=True):
         assert (vs_speculators.REPO / stage.command[1]).is_file(), stage.name
         assert all(path.is_file() for path in stage.sources), stage.name
         assert stage.outputs, stage.name
@@ -222,7 +225,7 @@ def test_an_interrupted_comparison_goes_on_behind_what_is_finished(tmp_path, mon
     monkeypatch.setattr(Pipeline, "_call", call)
     for name in ("a.jsonl", "p.jsonl"):
         (tmp_path / name).write_text("given")
-    stages = listed(tmp_path, False, False)
+    stages = listed(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         Pipeline(tmp_path, stages, Console(quiet=True), tmp_path).run()
     ran.clear()
