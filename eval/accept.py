@@ -19,6 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eval.accept_file import AcceptFile
+from eval.foreign_head import load_served_head
 from eval.policies import Policy, parse_policy
 from eval.policies.rounds import Committed, DraftRounds
 from eval.results import ResultsError, command_without_paths, fingerprint
@@ -26,7 +27,6 @@ from eval.rollout import TargetRun, Text
 from eval.rounds import Round, Tally, follow, visit_probabilities
 from eval.serve import UsageError, check_folders, console, load_sets, positive, progress_bars, stop
 from talon_sglang.draft_head import DraftHeadError, check_draft_head
-from train.head import load_head
 from train.target import FrozenTarget
 
 EXAMPLES = """policies (may be repeated):
@@ -200,7 +200,7 @@ def missing(results: AcceptFile, policy: Policy, chunk: list[Job]) -> bool:
 
 def load_models(args: argparse.Namespace) -> Models:
     dtype = getattr(torch, args.dtype)
-    head, draft_ids_V = load_head(args.head, dtype)
+    head, draft_ids_V = load_served_head(args.head, dtype)
     target = FrozenTarget.load(args.target, dtype, aux_layers=head.config.aux_layers)
     generation = target.model.generation_config.eos_token_id
     end_ids = {*(generation if isinstance(generation, list) else [generation]), args.tokenizer.tokenizer.eos_token_id} - {None}
