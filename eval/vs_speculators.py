@@ -185,6 +185,7 @@ def ours(places: Places, size: Size, name: str, short: bool = False) -> list:
         "target": places.target,
         "answers.file": places.folder / ("short.jsonl" if short else "train.jsonl"),
         "features.folder": places.folder / "features",
+        "features.dtype": "bf16",
         "output_dir": here / "run",
         "head.draft_vocab_size": size.draft_vocab,
         "train.ttt_steps": size.ttt_steps,

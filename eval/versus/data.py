@@ -63,32 +63,42 @@ def tokens_and_mask(chat) -> dict:
     return {"input_ids": chat.ids, "loss_mask": [int(number > 0) for number in chat.span_ids().tolist()]}
 
 
+def chat_of(row: dict):
+    """The inverse of `tokens_and_mask`, as training reads these rows: every unbroken run of two or more marked tokens is an answer."""
+    from train.masks import Encoded
+
+    padded = [0, *row["loss_mask"], 0]
+    edges = [i for i, (before, now) in enumerate(zip(padded, padded[1:])) if before != now]
+    return Encoded(row["input_ids"], [(start, end) for start, end in zip(edges[::2], edges[1::2]) if end - start >= 2])
+
+
 def write_features(args: argparse.Namespace) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from train.features import Features, FeatureStore, target_fingerprint
+    from train.features import Features, predicting, target_fingerprint
     from train.progress import progress_bar
+    from train.store import FeatureStore
     from train.target import FrozenTarget
 
     rows = [json.loads(line) for line in args.order.read_text().splitlines()]
     target = FrozenTarget.load(args.target, torch.float32)
-    store = FeatureStore(args.folder / "features", target_fingerprint(target))
+    store = FeatureStore(args.folder / "features", target_fingerprint(target), "bf16")
     theirs = args.order.with_name("hidden_states")
     theirs.mkdir(exist_ok=True)
     with progress_bar("features", sum(len(row["input_ids"]) for row in rows)) as advance:
         for number, row in enumerate(rows):
-            ids, useful, file = row["input_ids"], useful_length(row["loss_mask"]), theirs / f"hs_{number}.safetensors"
-            if not (file.exists() and ids[:useful] in store):  # an interrupted run goes on
-                before_norm_TH, features_TF, final_TH = states(target, ids)
+            chat, file = chat_of(row), theirs / f"hs_{number}.safetensors"
+            if not (file.exists() and chat in store):  # an interrupted run goes on
+                before_norm_TH, features_TF, final_TH = states(target, chat.ids)
                 four_T4H = torch.stack([*features_TF.chunk(3, dim=-1), before_norm_TH], dim=1).bfloat16()
-                kept_TX = torch.cat([features_TF, final_TH], dim=-1)[:useful]
-                store.put(ids[:useful], Features(kept_TX, target.argmax(final_TH[:useful]).int()))
+                final_PH = final_TH[predicting(chat)]
+                store.put(chat, Features(features_TF[: chat.useful_length], final_PH, target.argmax(final_PH).int()))
                 if number % FLUSH_EVERY == 0:
                     store.flush()
-                save_file({"hidden_states": four_T4H, "token_ids": torch.tensor(ids)}, file.with_suffix(".tmp"))
+                save_file({"hidden_states": four_T4H, "token_ids": torch.tensor(chat.ids)}, file.with_suffix(".tmp"))
                 os.replace(file.with_suffix(".tmp"), file)
-            advance(len(ids), "tokens")
+            advance(len(chat.ids), "tokens")
     store.flush()
     trained = rows[:-1]
     write_lines(args.folder / "train.jsonl", trained)
@@ -98,7 +108,7 @@ def write_features(args: argparse.Namespace) -> None:
 
 def facts(rows: list[dict], budget: int, epochs: int, short: int) -> dict:
     """What a reader of the result wants to know, and the optimiser steps that our batches make of these rows."""
-    from train.batches import plan_epoch
+    from train.schedule import plan_epoch
 
     lengths = [len(row["input_ids"]) for row in rows]
 
@@ -120,11 +130,6 @@ def states(target, ids: list[int]):
     finally:
         handle.remove()
     return taken[0][0], features_1TF[0], final_1TH[0]
-
-
-def useful_length(mask: list[int]) -> int:
-    """Positions whose target output our trainer reads: all before the last supervised token."""
-    return max(i for i, marked in enumerate(mask) if marked)
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:

@@ -14,15 +14,15 @@ from eval.policies.rounds import Committed, DraftRounds
 from eval.stages import Pipeline
 from eval.versus import install
 from eval.versus.clock import Clock, alternating, rate
-from eval.versus.data import facts, spread, tokens_and_mask, useful_length
+from eval.versus.data import chat_of, facts, spread, tokens_and_mask
 from eval.versus.report import collect, print_table
 from tests.train.heads import HIDDEN, VOCAB, as_speculators, config, edit, edit_weights, target_json, write_head
-from train.batches import plan_epoch
 from train.doctor import fix, status
 from train.findings import Answers
 from train.head import load_head
 from train.masks import Encoded
 from train.reference import ReferenceHead
+from train.schedule import plan_epoch
 
 # ------------------------------------------------------------ what is counted
 
@@ -89,10 +89,10 @@ def test_the_report_needs_no_head_that_was_not_measured(tmp_path, capsys):
 
 
 def test_the_mask_marks_the_answers_and_nothing_else():
-    chat = Encoded([5, 6, 7, 8, 9, 5], [(1, 3), (4, 5)])
+    chat = Encoded([5, 6, 7, 8, 9, 5], [(1, 3), (4, 6)])
     row = tokens_and_mask(chat)
-    assert row == {"input_ids": chat.ids, "loss_mask": [0, 1, 1, 0, 1, 0]}
-    assert useful_length(row["loss_mask"]) == chat.useful_length
+    assert row == {"input_ids": chat.ids, "loss_mask": [0, 1, 1, 0, 1, 1]}
+    assert chat_of(row) == chat
 
 
 def test_rows_are_taken_from_everywhere_in_the_file():
