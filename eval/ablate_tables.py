@@ -184,9 +184,10 @@ def plot(ablation: Ablation, rows: list[Figures], path: Path) -> None:
 
     if ablation.name == "versus":
         figure, panel = pyplot.subplots(figsize=(7, 5), constrained_layout=True)
-        for row in rows:
-            panel.errorbar(row.drafts, row.accept, yerr=row.error, fmt="o", color="tab:blue", capsize=3)
-            panel.annotate(row.policy, (row.drafts, row.accept), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        for place, row in enumerate(rows):
+            look = {"color": f"C{place % 10}", "marker": "os^Dv"[place % 5], "linestyle": "", "capsize": 3}
+            panel.errorbar(row.drafts, row.accept, yerr=row.error or 0, label=row.policy, **look)
+        panel.legend(fontsize=8)
         panel.set(xlabel="draft forwards a round", ylabel="accept length", title=ablation.question)
     else:
         figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
