@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,6 +40,7 @@ HEADS = {
     "same-start": "this toolkit, from the random head that speculators starts from",
     "theirs": "speculators 0.9.0 with AdamW",
 }
+TWICE = {"twice": "this toolkit, its defaults, twice the epochs"}  # how far it comes in the time that speculators takes
 MUON = {"theirs-muon": "speculators 0.9.0 with Muon, its default"}  # with --muon
 # SGLang cannot serve a head trained with norm_before_residual. Flex attention and fused losses want a GPU.
 THEIR_FLAGS = ["--speculator-type", "eagle3", "--no-norm-before-residual", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
@@ -116,6 +117,8 @@ def split_starter() -> tuple[list[dict], list[dict]]:
 def all_stages(places: Places, size: Size, own_answers: bool, servers: bool, muon: bool) -> list[Stage]:
     stages = data_stages(places, size, own_answers) + training_stages(places, size)
     stages += [stage for name in HEADS for stage in measuring_stages(places, name, servers)]
+    stages.append(trained(places, "twice", TWICE["twice"], ours(places, replace(size, epochs=2 * size.epochs), "twice")))
+    stages += [exporting_stage(places, "twice"), *measuring_stages(places, "twice", servers)]
     for name in MUON if muon else ():
         stages.append(trained(places, name, MUON[name], theirs(places, size, name)))
         stages += [exporting_stage(places, name), *measuring_stages(places, name, servers)]

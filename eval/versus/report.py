@@ -15,7 +15,13 @@ from rich.table import Table
 from eval.results import machine
 from eval.versus.clock import alternating, rate
 
-TITLES = {"ours": "ours", "same-start": "ours, their start", "theirs": "speculators", "theirs-muon": "speculators, Muon"}
+TITLES = {
+    "ours": "ours",
+    "same-start": "ours, their start",
+    "theirs": "speculators",
+    "twice": "ours, twice",
+    "theirs-muon": "speculators, Muon",
+}
 NOTE = (
     "tokens/s: conversation tokens without padding, over the optimiser loop of the full run, its first two steps left out; model load, "
     "hidden states, validation and checkpoints are outside. CPU tokens/s: the same per second of processor time. accept: tokens per target "
