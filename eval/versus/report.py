@@ -37,7 +37,7 @@ def main() -> None:
     temporary = folder / "versus.json.tmp"
     temporary.write_text(json.dumps(body, indent=1) + "\n")
     os.replace(temporary, folder / "versus.json")
-    print_table(body, Console())
+    print_table(body, Console(width=max(Console().width, 110)))
 
 
 def collect(folder: Path) -> dict:
@@ -92,7 +92,7 @@ def read(path: Path) -> dict | None:
 def print_table(body: dict, console: Console) -> None:
     heads = body["heads"]
     table = Table(title="EAGLE-3 training against speculators 0.9.0", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in heads:
         table.add_column(TITLES[name], justify="right", no_wrap=True)
     for label, key, form in (
