@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,6 +40,7 @@ HEADS = {
     "same-start": "this toolkit, from the random head that speculators starts from",
     "theirs": "speculators 0.9.0 with AdamW",
 }
+TWICE = {"twice": "this toolkit, its defaults, twice the epochs"}  # how far it comes in the time that speculators takes
 MUON = {"theirs-muon": "speculators 0.9.0 with Muon, its default"}  # with --muon
 # SGLang cannot serve a head trained with norm_before_residual. Flex attention and fused losses want a GPU.
 THEIR_FLAGS = ["--speculator-type", "eagle3", "--no-norm-before-residual", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
@@ -115,10 +116,13 @@ def split_starter() -> tuple[list[dict], list[dict]]:
 
 def all_stages(places: Places, size: Size, own_answers: bool, servers: bool, muon: bool) -> list[Stage]:
     stages = data_stages(places, size, own_answers) + training_stages(places, size)
-    stages += [stage for name in HEADS for stage in measuring_stages(places, name, servers)]
+    stages += [accept_stage(places, name) for name in HEADS]
+    stages.append(trained(places, "twice", TWICE["twice"], ours(places, replace(size, epochs=2 * size.epochs), "twice")))
+    stages += [exporting_stage(places, "twice"), accept_stage(places, "twice")]
     for name in MUON if muon else ():
         stages.append(trained(places, name, MUON[name], theirs(places, size, name)))
-        stages += [exporting_stage(places, name), *measuring_stages(places, name, servers)]
+        stages += [exporting_stage(places, name), accept_stage(places, name)]
+    stages += [served_stage(places, name) for name in ("ours", "theirs") if servers]
     command = [sys.executable, "eval/versus/report.py", places.folder]
     inputs = [path for stage in stages for path in stage.outputs if path.suffix == ".json"]
     return [
@@ -218,17 +222,22 @@ def exporting_stage(places: Places, name: str) -> Stage:
     return Stage(f"export-{name}", "in the layout that SGLang loads", command, [places.head(name)])
 
 
-def measuring_stages(places: Places, name: str, servers: bool) -> list[Stage]:
-    shared = ["--target", places.target, "--head", places.head(name), "--prompts", places.prompts, "--limit", str(places.limit)]
+def accept_stage(places: Places, name: str) -> Stage:
     out = places.folder / f"accept-{name}.json"
-    offline = [sys.executable, "eval/accept.py", *shared, "--out", out, *(word for one in POLICIES for word in ("--policy", one))]
-    stages = [Stage(f"accept-{name}", "accept length on held-out prompts", offline, [out], inputs=[places.prompts])]
-    if servers:
-        out = places.folder / f"served-{name}.json"
-        live = [sys.executable, "eval/serve.py", *shared, "--out", out, "--talon", "16,4", "--max-new-tokens", "64"]
-        what = "SGLang servers on the same prompts"
-        stages.append(Stage(f"served-{name}", what, live, [out], inputs=[places.prompts], scratch=[out.with_suffix("")]))
-    return stages
+    command = [sys.executable, "eval/accept.py", *held_out(places, name), "--out", out]
+    command += [word for policy in POLICIES for word in ("--policy", policy)]
+    return Stage(f"accept-{name}", "accept length on held-out prompts", command, [out], inputs=[places.prompts])
+
+
+def served_stage(places: Places, name: str) -> Stage:
+    out = places.folder / f"served-{name}.json"
+    command = [sys.executable, "eval/versus/served.py", *held_out(places, name), "--out", out, "--talon", "16,4"]
+    return Stage(f"served-{name}", "a TALON server on the same prompts", command, [out], source("served"), [places.prompts])
+
+
+def held_out(places: Places, name: str) -> list:
+    prompts = ["--prompts", places.prompts, "--limit", str(places.limit)]
+    return ["--target", places.target, "--head", places.head(name), *prompts]
 
 
 def source(name: str) -> list[Path]:

@@ -15,7 +15,13 @@ from rich.table import Table
 from eval.results import machine
 from eval.versus.clock import alternating, rate
 
-TITLES = {"ours": "ours", "same-start": "ours, their start", "theirs": "speculators", "theirs-muon": "speculators, Muon"}
+TITLES = {
+    "ours": "ours",
+    "same-start": "ours, their start",
+    "theirs": "speculators",
+    "twice": "ours, twice",
+    "theirs-muon": "speculators, Muon",
+}
 NOTE = (
     "tokens/s: conversation tokens without padding, over the optimiser loop of the full run, its first two steps left out; model load, "
     "hidden states, validation and checkpoints are outside. CPU tokens/s: the same per second of processor time. accept: tokens per target "
@@ -31,7 +37,7 @@ def main() -> None:
     temporary = folder / "versus.json.tmp"
     temporary.write_text(json.dumps(body, indent=1) + "\n")
     os.replace(temporary, folder / "versus.json")
-    print_table(body, Console())
+    print_table(body, Console(width=max(Console().width, 110)))
 
 
 def collect(folder: Path) -> dict:
@@ -86,7 +92,7 @@ def read(path: Path) -> dict | None:
 def print_table(body: dict, console: Console) -> None:
     heads = body["heads"]
     table = Table(title="EAGLE-3 training against speculators 0.9.0", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in heads:
         table.add_column(TITLES[name], justify="right", no_wrap=True)
     for label, key, form in (
