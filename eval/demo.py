@@ -6,7 +6,6 @@ interrupted one continues where it was.
 
 import argparse
 import json
-import shlex
 import signal
 import sys
 from itertools import groupby
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
-from eval.stages import Pipeline, Stage, StageError, print_outcomes
+from eval.stages import Stage, StageError, run_command
 from train.data import read_prompts
 from train.paths import REPO, cache_dir
 
@@ -40,25 +39,17 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     args.prompts, args.recipe = args.prompts.resolve(), args.recipe.resolve()
     folder = cache_dir() / "demo" / args.prompts.stem
-    outcomes = []
-    try:
+    done = f"Everything is in {folder}: report.html, results.json, trees.png and the trained head in head/."
+
+    def make_stages() -> list[Stage]:
         split_prompts(args.prompts, folder)
-        stages = demo_stages(folder, args.recipe)
-        if args.list:
-            list_commands(stages)
-            return 0
-        outcomes = Pipeline(folder, stages, console, working_dir=REPO).run(only=args.only, start=args.start)
-    except KeyboardInterrupt:
-        return _stop("Interrupted; finished stages are kept, and the same command continues from there.")
-    except StageError as error:
-        return _stop(str(error))
-    print_outcomes(outcomes, console)
-    console.print(f"Everything is in {folder}: report.html, results.json, trees.png and the trained head in head/.", soft_wrap=True)
-    return 0
+        return demo_stages(folder, args.recipe)
+
+    return run_command(folder, make_stages, args, console, REPO, done)
 
 
 def demo_stages(folder: Path, recipe: Path) -> list[Stage]:
-    """The six stages, in order. All of them write below `folder`, but for the target, which every demo shares."""
+    """The seven stages, in order. All of them write below `folder`, but for the target, which every demo shares."""
     python = Path(sys.executable)
     target = cache_dir() / "smollm2-135m-instruct"
     train_prompts, eval_prompts, answers = folder / "prompts-train.jsonl", folder / "prompts-eval.jsonl", folder / "answers.jsonl"
@@ -181,12 +172,6 @@ def write_prompts(path: Path, rows: list[dict]) -> None:
     temporary.replace(path)
 
 
-def list_commands(stages: list[Stage]) -> None:
-    for stage in stages:
-        console.print(f"# {stage.name}: {stage.what}", style="dim", markup=False)
-        console.print(shlex.join(map(str, stage.command)), markup=False, highlight=False, soft_wrap=True)
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
@@ -196,11 +181,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="training recipe (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the command of each stage and stop")
     return parser.parse_args(argv)
-
-
-def _stop(sentence: str) -> int:
-    console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +148,39 @@ class Pipeline:
         temporary = self.memory_path.with_name(self.memory_path.name + ".tmp")
         temporary.write_text(json.dumps(self.memory, indent=1) + "\n")
         temporary.replace(self.memory_path)
+
+
+def run_command(folder: Path, make_stages: Callable[[], Sequence[Stage]], args, console: Console, working_dir: Path, done: str = "") -> int:
+    """What a pipeline's command line does -> exit status. `args` has `list` (show the commands only), `only` and `start`.
+
+    `done` is said last. `make_stages` may write files that the stages read, and raise StageError.
+    """
+    try:
+        stages = make_stages()
+        if args.list:
+            list_commands(stages, console)
+            return 0
+        outcomes = Pipeline(folder, stages, console, working_dir).run(only=args.only, start=args.start)
+    except KeyboardInterrupt:
+        return stop("Interrupted; finished stages are kept, and the same command continues from there.", console)
+    except StageError as error:
+        return stop(str(error), console)
+    print_outcomes(outcomes, console)
+    if done:
+        console.print(done, soft_wrap=True)
+    return 0
+
+
+def list_commands(stages: Iterable[Stage], console: Console) -> None:
+    for stage in stages:
+        console.print(f"# {stage.name}: {stage.what}", style="dim", markup=False)
+        console.print(shlex.join(map(str, stage.command)), markup=False, highlight=False, soft_wrap=True)
+
+
+def stop(sentence: str, console: Console) -> int:
+    """Say why a command ends early -> exit status."""
+    console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return 1
 
 
 def end(process: subprocess.Popen) -> None:

@@ -8,7 +8,6 @@ is equal and what is not: docs/versus.md. Each stage is a command of its own (--
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from eval.demo import write_prompts
 from eval.serve import positive
-from eval.stages import Pipeline, Stage, StageError, print_outcomes
+from eval.stages import Stage, run_command
 from train.paths import REPO, cache_dir
 
 EXAMPLES = """examples:
@@ -84,25 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.update(OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads), TOKENIZERS_PARALLELISM="false")
     size = Size(args.conversations, args.length, args.epochs, args.ttt_steps, args.draft_vocab, args.rounds)
-    folder, outcomes = args.folder.resolve(), []
+    folder = args.folder.resolve()
     answers = args.answers.resolve() if args.answers else folder / "answers.jsonl"
     prompts = args.prompts.resolve() if args.prompts else folder / "prompts-eval.jsonl"
     venv = (args.venv or folder / "venv").absolute()
     places = Places(folder, venv, cache_dir() / "smollm2-135m-instruct", answers, prompts, args.limit)
-    try:
+
+    def make_stages() -> list[Stage]:
         for name, rows in zip(("train", "eval"), split_starter()):
             write_prompts(folder / f"prompts-{name}.jsonl", rows)
-        stages = all_stages(places, size, own_answers=args.answers is None, servers=args.serve, muon=args.muon)
-        if args.list:
-            list_commands(stages)
-            return 0
-        outcomes = Pipeline(folder, stages, console, working_dir=REPO).run(only=args.only, start=args.start)
-    except KeyboardInterrupt:
-        return _stop("Interrupted; finished stages are kept, and the same command continues from there.")
-    except StageError as error:
-        return _stop(str(error))
-    print_outcomes(outcomes, console)
-    return 0
+        return all_stages(places, size, own_answers=args.answers is None, servers=args.serve, muon=args.muon)
+
+    return run_command(folder, make_stages, args, console, REPO)
 
 
 def split_starter() -> tuple[list[dict], list[dict]]:
@@ -247,12 +239,6 @@ def source(name: str) -> list[Path]:
 # ------------------------------------------------------------ the command
 
 
-def list_commands(stages: list[Stage]) -> None:
-    for stage in stages:
-        console.print(f"# {stage.name}: {stage.what}", style="dim", markup=False)
-        console.print(shlex.join(map(str, stage.command)), markup=False, highlight=False, soft_wrap=True)
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
@@ -279,11 +265,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if chosen and chosen not in names:
             parser.error(f"{chosen} is not a stage; choose one of {', '.join(names)}")
     return args
-
-
-def _stop(sentence: str) -> int:
-    console.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 
 from train.feature_size import feature_bytes
 from train.head import Eagle3Head, HeadConfig
+from train.memory import checkpoint_bytes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 EFFICIENCY = 0.6  # of the rate of large matrix products, measured on a CPU (docs/data.md); attention, softmax, optimizer are the rest
@@ -104,11 +105,6 @@ def estimate(
         memory_bytes(sizes, plan),
         *seconds_of,
     )
-
-
-def checkpoint_bytes(head: int) -> int:
-    """fp32 weights and AdamW's two moments (train/engine_state.py)."""
-    return 12 * head
 
 
 def memory_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
