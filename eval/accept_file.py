@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eval.results import ResultsError, versions
 from eval.rounds import Tally, acceptance
+from train.paths import write_whole
 
 
 class AcceptFile:
@@ -45,10 +46,7 @@ class AcceptFile:
         return {**head, "answers": self.answers, "tallies": tallies, "summary": self.summary()}
 
     def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text(json.dumps(self.body()) + "\n")
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(self.body()) + "\n")
         self._saved_at = time.monotonic()
 
     def save_soon(self, every_s: float = 10.0) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from eval.accept_file import AcceptFile, refuse_other_settings
 from eval.results import ResultsError, versions
 from eval.rounds import acceptance, ratio_error
+from train.paths import write_whole
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,7 @@ class AgreeFile:
             for policy, sets in self.replies.items()
         }
         head = {"settings": self.settings, "versions": versions(), "command": self.command}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text(json.dumps({**head, "replies": replies, "agreements": self.agreements}) + "\n")
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps({**head, "replies": replies, "agreements": self.agreements}) + "\n")
 
     def _load(self) -> None:
         try:

@@ -20,6 +20,7 @@ from eval.cost_model import PARTS, CostModel, Sample
 from eval.results import ResultsError, command_without_paths, fingerprint, machine, versions
 from eval.serve import DTYPES, UsageError, check_folders, console, fast_dtype, positive, stop
 from eval.servers import ServerError, ServerSpec, serve
+from train.paths import write_whole
 
 EXAMPLES = """examples:
   python eval/cost.py --target .cache/smollm2-135m-instruct --head runs/quick/head --out cost.json --plot cost.png
@@ -180,10 +181,7 @@ def finish(args: argparse.Namespace, body: dict) -> CostModel:
 
 
 def save(path: Path, body: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(body, indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(body, indent=1) + "\n")
 
 
 def print_costs(model: CostModel, samples: list[Sample]) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from eval.stages import Stage, StageError, run_command
 from train.data import read_prompts
-from train.paths import REPO, cache_dir
+from train.paths import REPO, cache_dir, write_whole
 
 EXAMPLES = """examples:
   python eval/demo.py                         # everything that is not up to date
@@ -165,11 +165,8 @@ def split_by_position(path: Path) -> tuple[list[dict], list[dict]]:
 
 
 def write_prompts(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
     lines = [json.dumps({key: row[key] for key in ("id", "category", "turns")}, ensure_ascii=False) for row in rows]
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.replace(path)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

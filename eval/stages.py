@@ -19,6 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from train.paths import write_whole
+
 STOP_PATIENCE_S = 20.0
 
 
@@ -144,10 +146,7 @@ class Pipeline:
         self._save()
 
     def _save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.memory_path.with_name(self.memory_path.name + ".tmp")
-        temporary.write_text(json.dumps(self.memory, indent=1) + "\n")
-        temporary.replace(self.memory_path)
+        write_whole(self.memory_path, json.dumps(self.memory, indent=1) + "\n")
 
 
 def run_command(folder: Path, make_stages: Callable[[], Sequence[Stage]], args, console: Console, working_dir: Path, done: str = "") -> int:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from train.engine_state import full_weights, training_state
+from train.paths import write_whole
 from train.recipe import HeadSettings, Recipe, RecipeError, TrainSettings
 from train.vocab import DraftVocab
 from train.world import World
@@ -76,7 +77,7 @@ class RunFolder:
             return recipe.model_copy(update={"train": recipe.train.model_copy(update={"gradient_accumulation": accumulation})})
         if self.world.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write(path, json.dumps(mine, indent=1))
+            write_whole(path, json.dumps(mine, indent=1))
         dist.barrier()
         return recipe
 
@@ -103,7 +104,7 @@ class RunFolder:
             with _folder(self.folder / tag) as work:
                 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / "state.safetensors")
                 (work / "state.json").write_text(json.dumps({"step": step, **facts}) + "\n")
-            _write(self.folder / "latest", tag)
+            write_whole(self.folder / "latest", tag)
             for old in sorted(self.folder.glob("step-*"))[:-keep]:
                 shutil.rmtree(old)
         dist.barrier()
@@ -192,9 +193,3 @@ def _flat(recipe: Recipe) -> dict:
 
     visit("", {name: value for name, value in recipe.model_dump().items() if name in ("target", "head", "train")})
     return json.loads(json.dumps(flat))
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

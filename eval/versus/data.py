@@ -15,6 +15,8 @@ import os
 import sys
 from pathlib import Path
 
+from train.paths import write_whole
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 FLUSH_EVERY = 20  # conversations in a shard of our store; so many are computed again after an interruption
@@ -133,10 +135,7 @@ def states(target, ids: list[int]):
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
