@@ -35,6 +35,8 @@ class AnswerSettings(Strict):
     prompts: Place | None = None
     file: Place | None = None
     server: str | None = None  # URL of an SGLang server that runs the target; without it the target answers in this process
+    limit: int | None = Field(None, ge=1)  # of the usable prompts, the first so many
+    max_turns: int | None = Field(None, ge=1)  # of a conversation's questions, the first so many
     max_new_tokens: int = Field(256, ge=2)
     max_length: int = Field(2048, ge=16)  # prompt and answer together, in tokens
     temperature: float = Field(0.0, ge=0)

@@ -34,15 +34,16 @@ def regenerate(
     settings: AnswerSettings,
     features: FeatureSettings | None = None,
     aux_layers: tuple[int, ...] | None = None,
-    limit: int | None = None,
 ) -> None:
     """Answer the prompts of a file into `out`; returns at once when `out` is already the answer to the same question.
 
     `features`: keep the target's hidden states too (not with a server), those of `aux_layers`.
     Raises RecipeError when no prompt is usable or none got an answer.
     """
-    found, report = read_prompts_with_report(prompts, limit, split="train")
+    found, report = read_prompts_with_report(prompts, settings.limit, split="train")
     print(f"{prompts.name}: {report}", flush=True)
+    for prompt in found:
+        del prompt.turns[settings.max_turns :]
     if not found:
         raise RecipeError(f"{prompts.name} holds no usable prompt; see the reasons above.")
     file = AnswerFile(out, question(target_dir, found, settings))
@@ -70,8 +71,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="answers to write (JSONL)")
     parser.add_argument("--server", metavar="URL", help="an SGLang server that runs the target")
     parser.add_argument("--features", type=Path, help="folder that keeps the target's hidden states for training")
-    parser.add_argument("--limit", type=int, help="use the first LIMIT prompts only")
     for name, kind, text in (
+        ("limit", int, "use the first LIMIT usable prompts only"),
+        ("max-turns", int, "of a conversation's questions, ask the first MAX_TURNS only"),
         ("max-new-tokens", int, "longest answer in tokens"),
         ("max-length", int, "prompt and answer together, in tokens"),
         ("temperature", float, "0 is greedy"),
@@ -113,7 +115,7 @@ def _run(args) -> None:
         raise RecipeError("--target, --prompts and --out are needed, or a --recipe that names them; see --help.")
     given = {name: getattr(args, name) for name in AnswerSettings.model_fields if getattr(args, name, None) is not None}
     settings = AnswerSettings(**{**settings.model_dump(), **{name: value for name, value in given.items() if name != "prompts"}})
-    regenerate(target, prompts, out, settings, features, aux_layers, args.limit)
+    regenerate(target, prompts, out, settings, features, aux_layers)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,12 @@ def url(tmp_path_factory):
         server.check_alive()
 
 
+# One client for all threads: making one takes longer than the toy takes to answer. Its idle connections end before the server ends them.
+HTTP = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(keepalive_expiry=2))
+
+
 def post(url, content, path="/generate"):
-    headers = {"Content-Type": "application/json"}
-    return httpx.post(url + path, content=content, headers=headers, timeout=120, trust_env=False)
+    return HTTP.post(url + path, content=content, headers={"Content-Type": "application/json"})
 
 
 def ask(**fields) -> str:
@@ -143,11 +146,21 @@ def one(url, job) -> dict | None:
         response = post(url, json.dumps(body))
         assert response.status_code == 200, response.text
         return response.json()
-    with httpx.stream("POST", url + "/generate", json=body | {"stream": True}, timeout=120, trust_env=False) as response:
+    with HTTP.stream("POST", url + "/generate", json=body | {"stream": True}) as response:
         for count, _ in enumerate(response.iter_lines()):
             if count >= job["drop"]:
                 return None
     return None
+
+
+def all_at_once(url, jobs, workers: int) -> list[dict | None]:
+    """The answers to the jobs, `workers` at a time. The first ones reach the scheduler in one moment, however fast the machine is."""
+    assert post(url, json.dumps({"mode": "in_place"}), "/pause_generation").status_code == 200
+    with ThreadPoolExecutor(workers) as pool:
+        answers = [pool.submit(one, url, job) for job in jobs]
+        time.sleep(2)  # the server holds them
+        assert post(url, "{}", "/continue_generation").status_code == 200
+        return [answer.result() for answer in answers]
 
 
 def test_load_with_aborts_and_retractions(url):
@@ -165,8 +178,7 @@ def test_load_with_aborts_and_retractions(url):
         for _ in range(200)
     ]
     before = settle(url)
-    with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda job: one(url, job), jobs))
+    answers = all_at_once(url, jobs, 32)
     survivors = [(job, got) for job, got in zip(jobs, answers) if got is not None]
     for job, got in survivors:
         assert got["output_ids"] == spread_answer(job["ids"][-1], job["new"], **job["rules"], without=END)
@@ -188,8 +200,7 @@ def test_requests_that_outgrow_the_pool_are_retracted_and_end_as_if_alone(url):
     alone = [one(url, job)["output_ids"] for job in jobs]
     retractions = 0
     for _ in range(3):
-        with ThreadPoolExecutor(8) as pool:
-            together = list(pool.map(lambda job: one(url, job), jobs))
+        together = all_at_once(url, jobs, 8)
         assert [got["output_ids"] for got in together] == alone
         retractions += sum(got["meta_info"]["num_retractions"] for got in together)
     assert retractions > 0, "the pool was large enough: nothing was retracted"

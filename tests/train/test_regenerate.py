@@ -114,3 +114,9 @@ def test_a_prompt_that_does_not_fit_is_counted(toy_dir):
     answerer.run([Job(Prompt("long", "x", ["word " * 80]), 0), Job(Prompt("short", "x", ["word"]), 0)])
     assert {row["id"]: len(row["messages"]) for row in rows} == {"long": 0, "short": 2}
     assert dict(answerer.refused) == {"prompt and answer could exceed max_length 64": 1}
+
+
+def test_limit_and_max_turns_ask_less(toy_dir, prompts_file, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=3, max_length=128, limit=4, max_turns=1))
+    assert sorted((row["id"], len(row["messages"])) for row in map(json.loads, out.read_text().splitlines())) == [(f"p{i}", 2) for i in range(4)]
