@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.client import ChatTokenizer, Client
-from eval.serve import fast_dtype, positive, talon_config
+from eval.serve import TALON_CONFIG, fast_dtype, positive, talon_config
 from eval.servers import ServerError, ServerSpec, serve
 from train.data import read_prompts
 
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="prompt file")
     parser.add_argument("--limit", type=positive, default=6, help="prompts to send")
     parser.add_argument("--max-new-tokens", type=positive, default=64)
-    parser.add_argument("--talon", type=talon_config, action="append", metavar="N,K[,steps[,mu]]", help="default: 16,4 and 60,10")
+    parser.add_argument("--talon", type=talon_config, action="append", metavar=TALON_CONFIG, help="default: 16,4 and 60,10")
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16, but float32 on a CPU without AVX-512")
     parser.add_argument("--threads", type=positive, help="OMP threads of the server")
     parser.add_argument("--out", type=Path, default=Path("breakdown.json"), help="JSON; the bar lies beside it as .png")
@@ -128,8 +128,8 @@ def main() -> int:
     shared = {"dtype": fast_dtype("auto") if args.dtype == "auto" else args.dtype, "threads": args.threads}
     breakdowns = []
     try:
-        for nodes, width, steps, gate in args.talon or [talon_config("16,4"), talon_config("60,10")]:
-            spec = ServerSpec(args.target, args.head, "TALON", nodes=nodes, width=width, steps=steps, gate=gate, **shared)
+        for config in args.talon or [talon_config("16,4"), talon_config("60,10")]:
+            spec = ServerSpec(args.target, args.head, "TALON", **config, **shared)
             breakdowns.append(measure(spec, prompts, args.max_new_tokens))
     except ServerError as error:
         return str(error)

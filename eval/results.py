@@ -184,7 +184,7 @@ def comparable(run: str, specs: dict[str, dict], runs: Iterable[str]) -> list[st
 
 def spec_settings(spec: ServerSpec) -> dict:
     """The part of a spec that matters to a reader of the results, without paths."""
-    fields = ("algorithm", "nodes", "width", "steps", "gate", "dtype", "threads")
+    fields = ("algorithm", "nodes", "width", "steps", "gate", "batch_budget", "dtype", "threads")
     return {**{name: getattr(spec, name) for name in fields}, "extra": list(spec.extra)}
 
 

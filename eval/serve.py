@@ -41,6 +41,7 @@ WARM_UP_TEXTS = ("Name three colours.", "Count from one to ten.", "Write one sen
 WARM_UP_TOKENS = 8
 START_TIMEOUT_S = 600.0  # the first server is already up when the last one starts
 SERVER_GIB = 2.5  # a CPU server of a small model: three processes of about 0.5 GiB, its KV pool, and room
+TALON_CONFIG = "N,K[,steps[,mu[,batch budget]]]"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -243,9 +244,9 @@ def server_specs(args: argparse.Namespace) -> list[ServerSpec]:
     specs = [ServerSpec(**shared)]
     for width, steps, nodes in args.eagle3:
         specs.append(ServerSpec(**shared, head=args.head, algorithm="EAGLE3", nodes=nodes, width=width, steps=steps))
-    for i, (nodes, width, steps, gate) in enumerate(args.talon):
+    for i, config in enumerate(args.talon):
         trace = args.trace if i == 0 else None
-        specs.append(ServerSpec(**shared, head=args.head, algorithm="TALON", nodes=nodes, width=width, steps=steps, gate=gate, trace=trace))
+        specs.append(ServerSpec(**shared, head=args.head, algorithm="TALON", **config, trace=trace))
     return specs
 
 
@@ -318,7 +319,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=positive, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16, but float32 on a CPU without AVX-512")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where an NVIDIA driver is loaded")
-    parser.add_argument("--talon", type=talon_config, action="append", metavar="N,K[,steps[,mu]]", help="may be repeated (default: 16,4)")
+    parser.add_argument("--talon", type=talon_config, action="append", metavar=TALON_CONFIG, help="may be repeated (default: 16,4)")
     parser.add_argument("--eagle3", type=eagle3_config, action="append", metavar="K,steps,N", help="may be repeated (default: 4,4,16)")
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1], help="requests in flight, one or several (default: 1)")
     parser.add_argument("--temperature", type=temperature, nargs="+", default=[0.0], help="one or several (default: 0, greedy)")
@@ -339,7 +340,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.eagle3 = args.eagle3 or [eagle3_config("4,4,16")]
     for flag in ("talon", "eagle3", "concurrency", "temperature"):
         values = getattr(args, flag)
-        if len(set(values)) < len(values):
+        if any(value in values[:i] for i, value in enumerate(values)):
             parser.error(f"--{flag} names the same setting twice ({values}); each is measured once, so drop one")
     return args
 
@@ -351,13 +352,13 @@ def fast_dtype(device: str) -> str:
     return "float32" if slow_bfloat16 and ServerSpec(Path(), device=device).on_cpu else "bfloat16"
 
 
-def talon_config(text: str) -> tuple[int, int, int | None, float | None]:
-    """N,K[,steps[,mu]] -> (nodes, width, steps, gate); what is left out is the server's default."""
-    parts = text.split(",")
-    if not 2 <= len(parts) <= 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,K[,steps[,mu]]; an example is 16,4 or 60,10,0,0.03")
+def talon_config(text: str) -> dict[str, int | float]:
+    """TALON_CONFIG -> fields of ServerSpec; what is left out is the server's default."""
+    parts, kinds = text.split(","), {"nodes": int, "width": int, "steps": int, "gate": float, "batch_budget": int}
+    if not 2 <= len(parts) <= len(kinds):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {TALON_CONFIG}; an example is 16,4 or 60,10,0,0.03")
     try:
-        return int(parts[0]), int(parts[1]), int(parts[2]) if len(parts) > 2 else None, float(parts[3]) if len(parts) > 3 else None
+        return {name: kind(part) for (name, kind), part in zip(kinds.items(), parts)}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} holds something that is no number; an example is 16,4 or 60,10,0,0.03") from None
 

@@ -45,6 +45,7 @@ class ServerSpec:
     width: K, --speculative-eagle-topk
     steps: depth cap of TALON, draft depth of EAGLE3 (--speculative-num-steps)
     gate: mu, TALON only (--talon-gate)
+    batch_budget: TALON only; tree nodes verified in a round over all requests (--talon-batch-budget)
     trace: TALON only; one JSON line per request and round is appended here (--talon-trace)
     threads: OMP threads of the server; two busy multi-threaded PyTorch processes on two cores slow each other by orders of magnitude
     extra: further command line words, passed as they are
@@ -59,6 +60,7 @@ class ServerSpec:
     width: int | None = None
     steps: int | None = None
     gate: float | None = None
+    batch_budget: int | None = None
     dtype: str = "float32"
     trace: Path | None = None
     device: str = "auto"
@@ -75,8 +77,10 @@ class ServerSpec:
             raise ValueError(f"ServerSpec.algorithm is {self.algorithm!r}; use 'none', 'EAGLE3' or 'TALON'.")
         if self.algorithm == "none" and self.head is not None:
             raise ValueError("ServerSpec.head is set but algorithm is 'none'; drop the head or choose 'EAGLE3' or 'TALON'.")
-        if self.algorithm != "TALON" and (self.gate is not None or self.trace is not None):
-            raise ValueError(f"ServerSpec.gate and .trace belong to TALON, not to algorithm {self.algorithm!r}; leave them at None.")
+        if self.algorithm != "TALON" and (self.gate, self.trace, self.batch_budget) != (None, None, None):
+            raise ValueError(
+                f"ServerSpec.gate, .trace and .batch_budget belong to TALON, not to algorithm {self.algorithm!r}; leave them at None."
+            )
 
     @property
     def on_cpu(self) -> bool:
@@ -85,7 +89,7 @@ class ServerSpec:
     @property
     def name(self) -> str:
         """Short and unique per decoding setting, such as `TALON N=16 K=4` (None fields left out)."""
-        shown = {"N": self.nodes, "K": self.width, "D": self.steps, "mu": self.gate}
+        shown = {"N": self.nodes, "K": self.width, "D": self.steps, "mu": self.gate, "batch": self.batch_budget}
         settings = [f"{key}={value}" for key, value in shown.items() if value is not None]
         return " ".join(["plain" if self.algorithm == "none" else self.algorithm, *settings])
 
@@ -167,6 +171,7 @@ def command_line(spec: ServerSpec, port: int) -> list[str]:
         "--speculative-num-steps": spec.steps,
         "--talon-gate": spec.gate,
         "--talon-trace": spec.trace,
+        "--talon-batch-budget": spec.batch_budget,
     }
     for flag, value in options.items():
         if value is not None:

@@ -98,6 +98,10 @@ def settle(server_args) -> None:
     settings = read_settings(
         server_args.speculative_num_draft_tokens, server_args.speculative_eagle_topk, server_args.speculative_num_steps
     )
+    if settings.batch_budget and server_args.attention_backend == "triton":
+        raise TalonError(
+            "--talon-batch-budget is not supported with --attention-backend triton: rounds there have one fixed size; leave it out"
+        )
     check_head(server_args.speculative_draft_model_path, server_args.model_path)
     settings.hand_over()
 
@@ -114,4 +118,7 @@ def settle(server_args) -> None:
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48  # SGLang's own default for EAGLE
     cap = tree.depth_cap or "none"
-    logger.info(f"TALON: node budget {tree.node_budget}, first-layer width {tree.first_layer_width}, gate {tree.gate}, depth cap {cap}")
+    shared = f", batch budget {settings.batch_budget}" if settings.batch_budget else ""
+    logger.info(
+        f"TALON: node budget {tree.node_budget}, first-layer width {tree.first_layer_width}, gate {tree.gate}, depth cap {cap}{shared}"
+    )

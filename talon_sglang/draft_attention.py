@@ -38,6 +38,12 @@ class CpuTreeAttention(IntelAMXAttnBackend):
                 self.spans.append((slice(first, first + lanes), slots, visible))
             first += lanes
 
+    def plan_chain(self, seq_len: int, req_pool_index: int, rows: int) -> None:
+        """The lanes are the last `rows` tokens of one request's `seq_len` committed ones, each seeing all before it and itself."""
+        slots = self.req_to_token_pool.req_to_token[req_pool_index, :seq_len].long()
+        visible = torch.ones(rows, seq_len, dtype=torch.bool).tril(seq_len - rows)
+        self.spans = [(slice(0, rows), slots, visible)]
+
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)

@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import version
 
 from talon_sglang import cpu
-from talon_sglang.settings import GATE_ENV, SGLANG_VERSION, TRACE_ENV
+from talon_sglang.settings import BATCH_BUDGET_ENV, GATE_ENV, SGLANG_VERSION, TRACE_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,13 @@ def add_flags(_, parser) -> None:
         metavar="FILE",
         help="append every round's draft tree and accepted path to this JSONL file (slows serving; for evaluation)",
     )
+    group.add_argument(
+        "--talon-batch-budget",
+        default=None,
+        metavar="NODES",
+        help="verify at most so many tree nodes in one round, over all requests: with many requests at a time each gets a smaller tree, "
+        "down to plain decoding (default 0: no such budget)",
+    )
     steps = parser._option_string_actions["--speculative-num-steps"]
     steps.type = depth_cap
     steps.help += " TALON: the depth cap of the draft tree; 0 or none for the paper's uncapped rule."
@@ -125,7 +132,7 @@ def read_flags(*args, **kwargs) -> None:
     namespace = args[-1]
     algorithm.started_from_command_line = True
     wanted = (namespace.speculative_algorithm or "").upper() == "TALON"
-    for flag, variable in (("--talon-gate", GATE_ENV), ("--talon-trace", TRACE_ENV)):
+    for flag, variable in (("--talon-gate", GATE_ENV), ("--talon-trace", TRACE_ENV), ("--talon-batch-budget", BATCH_BUDGET_ENV)):
         value = getattr(namespace, flag[2:].replace("-", "_"), None)
         if value is not None and not wanted:
             raise SystemExit(

@@ -5,8 +5,9 @@ variable.
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from talon_sglang.tree import TreeConfig
 
@@ -15,7 +16,8 @@ SGLANG_VERSION = "0.5.23"  # the only version whose internals this plugin was re
 # A bound on the worst case (N - K layers by the paper's rule) that ordinary rounds do not reach: docs/settings.md has the measurement.
 DEFAULT_DEPTH_CAP = 10
 
-GATE_ENV, TRACE_ENV = "TALON_GATE", "TALON_TRACE"  # set by --talon-gate and --talon-trace, or by the user of sglang.Engine
+# Set by --talon-gate, --talon-trace and --talon-batch-budget, or by the user of sglang.Engine.
+GATE_ENV, TRACE_ENV, BATCH_BUDGET_ENV = "TALON_GATE", "TALON_TRACE", "TALON_BATCH_BUDGET"
 HANDOFF_ENV = "TALON_SETTINGS"  # parent to spawned processes; not for users
 
 
@@ -27,14 +29,25 @@ class TalonError(ValueError):
 class TalonSettings:
     tree: TreeConfig
     trace: str | None = None  # JSONL file, one line per request and round
+    batch_budget: int = 0  # tree nodes verified in one round over all requests, roots included; 0: as many as there are
+
+    def tree_for(self, requests: int) -> TreeConfig:
+        """The tree of each request when so many decode together: the batch budget in equal shares, at least the root and at most N, with a
+        first layer in the same proportion.
+        """
+        tree = self.tree
+        nodes = max(1, min(tree.node_budget, self.batch_budget // requests)) if self.batch_budget else tree.node_budget
+        if nodes == tree.node_budget:
+            return tree
+        return replace(tree, node_budget=nodes, first_layer_width=math.ceil(tree.first_layer_width * nodes / tree.node_budget))
 
     def hand_over(self) -> None:
-        os.environ[HANDOFF_ENV] = json.dumps({"tree": asdict(self.tree), "trace": self.trace})
+        os.environ[HANDOFF_ENV] = json.dumps(asdict(self))
 
     @classmethod
     def handed_over(cls) -> TalonSettings:
         raw = json.loads(os.environ[HANDOFF_ENV])
-        return cls(TreeConfig(**raw["tree"]), raw["trace"])
+        return cls(**raw | {"tree": TreeConfig(**raw["tree"])})
 
 
 def read_settings(num_draft_tokens: int | None, eagle_topk: int | None, num_steps: int | None) -> TalonSettings:
@@ -71,4 +84,14 @@ def read_settings(num_draft_tokens: int | None, eagle_topk: int | None, num_step
         gate=gate,
         depth_cap=DEFAULT_DEPTH_CAP if num_steps is None else num_steps,
     )
-    return TalonSettings(tree, os.environ.get(TRACE_ENV) or None)
+    return TalonSettings(tree, os.environ.get(TRACE_ENV) or None, batch_budget())
+
+
+def batch_budget() -> int:
+    """Raises TalonError naming the flag and the value."""
+    text = os.environ.get(BATCH_BUDGET_ENV) or "0"
+    if not text.isdecimal():
+        raise TalonError(
+            f"--talon-batch-budget (or {BATCH_BUDGET_ENV}) is {text}: it must be a whole number of tree nodes, or 0 for no such budget"
+        )
+    return int(text)

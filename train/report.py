@@ -26,10 +26,13 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 class Reporter:
-    """Collects optimiser steps and writes one row per `log_every` of them. Rows beyond the resumed step are dropped first."""
+    """Collects optimiser steps and writes one row per `log_every` of them. Rows beyond the resumed step are dropped first.
 
-    def __init__(self, run, recipe: Recipe, world: World, done: int, total: int):
-        self.run, self.recipe, self.world, self.done, self.total = run, recipe, world, done, total
+    `done` of `total` steps, with `seen` tokens, were trained before.
+    """
+
+    def __init__(self, run, recipe: Recipe, world: World, done: int, total: int, seen: int = 0):
+        self.run, self.recipe, self.world, self.done, self.total, self.seen = run, recipe, world, done, total, seen
         self.first, self.every = world.first, recipe.train.log_every
         self.sums, self.tokens, self.seconds, self.text, self.wandb = None, 0, 0.0, "", None
 
@@ -58,7 +61,7 @@ class Reporter:
     def train(self, step: int, table_5K: torch.Tensor, rate: float, tokens: int, seconds: float) -> None:
         """`table_5K`: see `StepSums.table`, summed over the optimiser step; `tokens`: of all processes."""
         self.sums = table_5K if self.sums is None else self.sums + table_5K
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.seen, self.tokens, self.seconds = self.seen + tokens, self.tokens + tokens, self.seconds + seconds
         if self.first and (step % self.every == 0 or step == self.total):
             speed = round(self.tokens / self.seconds, 1)
             row = {"step": step, "learning_rate": rate, **_means(self.sums), "tokens_per_second": speed}
@@ -82,7 +85,7 @@ class Reporter:
         )
 
     def _write(self, row: dict) -> None:
-        self.file.write(json.dumps({**row, "time": round(time.time(), 1)}) + "\n")
+        self.file.write(json.dumps({**row, "tokens": self.seen, "time": round(time.time(), 1)}) + "\n")
         self.file.flush()
         part = "held_out" if row.get("held_out") else "train"
         scalars = {}

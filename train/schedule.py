@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 Row = list[int]  # numbers of the documents that stand in one row of a batch, one after the other
 Plan = list[list[list[Row]]]  # optimiser steps -> micro-batches (one per process and accumulation step) -> rows
@@ -115,7 +116,12 @@ class Schedule:
 
     @property
     def all_tokens(self) -> int:
-        return sum(self.tokens(step) for number in range(len(self.per_epoch)) for step in self.epoch(number))
+        return self.tokens_until(self.total)
+
+    def tokens_until(self, steps: int) -> int:
+        """Tokens of the run's first so many optimiser steps."""
+        all_steps = (step for number in range(len(self.per_epoch)) for step in self.epoch(number))
+        return sum(map(self.tokens, islice(all_steps, steps)))
 
 
 def make_schedule(lengths: list[int], settings, parts: int) -> Schedule:

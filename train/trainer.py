@@ -177,7 +177,7 @@ def _engine(head: Eagle3Head, settings: TrainSettings, world: World, checkpoint:
 
 def _loop(job: Job, run: RunFolder) -> None:
     settings, total = job.recipe.train, job.schedule.total
-    with Reporter(run, job.recipe, job.world, job.done, total) as reporter:
+    with Reporter(run, job.recipe, job.world, job.done, total, job.schedule.tokens_until(job.done)) as reporter:
         first_step = 0
         for epoch, steps in enumerate(job.schedule.per_epoch):
             if job.done < first_step + steps:

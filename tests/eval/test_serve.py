@@ -300,8 +300,8 @@ def test_the_trace_keeps_measured_rounds_only(world, argv, tmp_path, monkeypatch
 
 
 def test_settings_of_a_configuration():
-    assert serve.talon_config("16,4") == (16, 4, None, None)
-    assert serve.talon_config("60,10,0,0.1") == (60, 10, 0, 0.1)
+    assert serve.talon_config("16,4") == {"nodes": 16, "width": 4}
+    assert serve.talon_config("60,10,0,0.1,48") == {"nodes": 60, "width": 10, "steps": 0, "gate": 0.1, "batch_budget": 48}
     assert serve.eagle3_config("10,8,60") == (10, 8, 60)
 
 

@@ -17,7 +17,8 @@ from tests.toy import FORKING, GROUPS, TEXT, after, write_toy  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PLAIN = (str(Path(__file__).with_name("deterministic_server.py")),)
-TREES = [(2, 1, 1), (5, 4, 1), (7, 1, 6), (24, 30, 0)]  # (N, K, depth cap): one guess, one layer, a chain, wider than the budget
+# (N, K, depth cap, batch budget): one guess, one layer, a chain, wider than the budget; never more than the root, shrinking under load
+TREES = [(2, 1, 1, 0), (5, 4, 1, 0), (7, 1, 6, 0), (24, 30, 0, 0), (8, 3, 0, 1), (24, 4, 0, 40)]
 PROMPTS = ["he", "12", "AB"]  # sure, hopeless, broken
 
 # No token of "k-q" is what the draft proposes after one of them, as far as it is sure of one.
@@ -72,13 +73,14 @@ def essence(answer: dict) -> tuple:
     return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]
 
 
-@pytest.mark.parametrize("n, k, steps", TREES)
-def test_answers_are_the_plain_servers(folders, expected, n, k, steps):
+@pytest.mark.parametrize("n, k, steps, batch", TREES)
+def test_answers_are_the_plain_servers(folders, expected, n, k, steps, batch):
     """All jobs at once, with unseeded sampled neighbours, in an order that mixes the kinds."""
     mates = [(prompt, {"temperature": temperature, "top_k": 30}) for prompt in PROMPTS for temperature in (0.8, 1.5)]
     order = sorted(range(len(JOBS)), key=lambda i: i * 7 % len(JOBS))
     jobs = [JOBS[i] for i in order] + mates
-    with serve(spec(folders, algorithm="TALON", nodes=n, width=k, steps=steps)) as server, ThreadPoolExecutor(16) as pool:
+    talon = spec(folders, algorithm="TALON", nodes=n, width=k, steps=steps, batch_budget=batch)
+    with serve(talon) as server, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda job: ask(server.url, *job), jobs))
     for i, answer in zip(order, answers):
         assert essence(answer) == expected[i], JOBS[i]

@@ -23,6 +23,16 @@ EXTRA = ("--context-length", "512", "--enable-custom-logit-processor", "--schedu
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
+    yield from serve_toy(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def sharing_url(tmp_path_factory):
+    """Whose trees shrink to the root from 16 requests on, and are whole for one."""
+    yield from serve_toy(tmp_path_factory, "--talon-batch-budget", "16")
+
+
+def serve_toy(tmp_path_factory, *extra):
     target, head = write_toy(tmp_path_factory.mktemp("toy"), spread=True, good_draft=True)
     spec = ServerSpec(
         target,
@@ -34,7 +44,7 @@ def url(tmp_path_factory):
         threads=1,
         max_total_tokens=POOL,
         max_running_requests=32,
-        extra=EXTRA,
+        extra=(*EXTRA, *extra),
         launcher=FORKING,
     )
     with serve(spec, log_path=tmp_path_factory.mktemp("log") / "server.log") as server:
@@ -163,8 +173,10 @@ def all_at_once(url, jobs, workers: int) -> list[dict | None]:
         return [answer.result() for answer in answers]
 
 
-def test_load_with_aborts_and_retractions(url):
+@pytest.mark.parametrize("server", ["url", "sharing_url"])
+def test_load_with_aborts_and_retractions(request, server):
     """200 requests, 32 at a time, a fifth dropped in mid-stream, in a pool that cannot hold them."""
+    url = request.getfixturevalue(server)
     draw = random.Random(0)
     rules = ({}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.4})
     jobs = [

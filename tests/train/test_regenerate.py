@@ -119,4 +119,5 @@ def test_a_prompt_that_does_not_fit_is_counted(toy_dir):
 def test_limit_and_max_turns_ask_less(toy_dir, prompts_file, tmp_path):
     out = tmp_path / "answers.jsonl"
     regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=3, max_length=128, limit=4, max_turns=1))
-    assert sorted((row["id"], len(row["messages"])) for row in map(json.loads, out.read_text().splitlines())) == [(f"p{i}", 2) for i in range(4)]
+    rows = map(json.loads, out.read_text().splitlines())
+    assert sorted((row["id"], len(row["messages"])) for row in rows) == [(f"p{i}", 2) for i in range(4)]

@@ -24,7 +24,7 @@ def recipe(repo_root):
 
 
 def report_three_steps(recipe, folder, done=0):
-    with Reporter(SimpleNamespace(folder=folder), recipe, WORLD, done, 3) as reporter:
+    with Reporter(SimpleNamespace(folder=folder), recipe, WORLD, done, 3, seen=50 * done) as reporter:
         for step in range(done + 1, 4):
             reporter.train(step, TABLE_5K, 0.1 * step, tokens=50, seconds=0.5)
         reporter.held_out(3, HeldOut(TABLE_5K, Tokens(30, 12), Tokens()))
@@ -47,7 +47,7 @@ def test_rows_hold_means_and_conditional_accuracy(recipe, tmp_path, capsys):
     )
     assert held["accept_length"] == {"chain": 2.5} and "accept length chain 2.50" in capsys.readouterr().out
     report_three_steps(recipe, tmp_path, done=2)  # resumed after step 2: what came later is written anew
-    assert [row["step"] for row in rows_of(tmp_path)] == [2, 3, 3]
+    assert [(row["step"], row["tokens"]) for row in rows_of(tmp_path)] == [(2, 100), (3, 150), (3, 150)]
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
