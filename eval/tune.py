@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -15,9 +16,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eval.cost_model import CostModel
-from eval.policies import Policy, parse_policy
+from eval.policies import Policy, Talon, parse_policy
 from eval.policies.served import served_as
 from eval.serve import console, positive
+from talon_sglang.settings import TalonSettings
 
 EXAMPLES = """examples:
   # what to measure first: a grid of settings, and the costs of this machine
@@ -80,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             choices = ranked(accepted, model, load)
             print_choices(choices, load, args.top)
             print_advice(choices, args)
+        if not args.rate and len(args.batch) > 1:
+            print_shared(best_for_all(accepted, model, args.batch), args)
     except (ValueError, OSError) as error:
         console.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -105,7 +109,45 @@ def ranked(accepted: dict[str, dict], model: CostModel, load: Load) -> list[Choi
     return sorted(choices, key=lambda choice: -choice.one_sequence)
 
 
-def launch_command(policy: Policy | None, args: argparse.Namespace) -> str:
+@dataclass(frozen=True)
+class ForAll:
+    """One TALON server for several loads. times_plain: batch -> speed against plain decoding."""
+
+    policy: Talon
+    batch_budget: int
+    times_plain: dict[int, float]
+
+    @property
+    def score(self) -> float:
+        return geometric_mean(self.times_plain.values())
+
+
+def best_for_all(accepted: dict[str, dict], model: CostModel, batches: list[int]) -> ForAll | None:
+    """The best tree and batch budget (0: none) for a server that meets all these batch sizes, by the geometric mean of its speeds against
+    plain decoding. Only budgets whose trees have all been measured count. None: no TALON tree was measured.
+    """
+    policies = [policy for policy in map(parse_policy, accepted) if isinstance(policy, Talon)]
+    sizes = {policy.config.node_budget for policy in policies} | {1}
+    budgets = sorted({0} | {nodes * batch for nodes in sizes for batch in batches})
+    found = []
+    for policy in policies:
+        for budget in budgets:
+            speeds = {batch: shared_speed(TalonSettings(policy.config, batch_budget=budget), batch, accepted, model) for batch in batches}
+            if None not in speeds.values():
+                found.append(ForAll(policy, budget, speeds))
+    return max(found, key=lambda one: (round(one.score, 6), -one.batch_budget), default=None)
+
+
+def shared_speed(settings: TalonSettings, batch: int, accepted: dict[str, dict], model: CostModel) -> float | None:
+    """Against plain decoding at that batch; None where the tree of that size has not been measured."""
+    tree = settings.tree_for(batch)
+    if tree.node_budget == 1:  # neither draft nor extend
+        return model.plain_ms(batch) / (model.lines["verify"].at(batch) + model.lines["overhead"].at(batch))
+    figure = accepted.get(Talon(tree.node_budget, tree.first_layer_width, tree.depth_cap, tree.gate).name)
+    return model.tokens_per_s(figure, tree.node_budget, batch) / model.plain_tokens_per_s(batch) if figure else None
+
+
+def launch_command(policy: Policy | None, args: argparse.Namespace, batch_budget: int = 0) -> str:
     """What to type; the model folders are the user's to fill in unless they were given."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", args.target]
     if policy is None:
@@ -114,7 +156,8 @@ def launch_command(policy: Policy | None, args: argparse.Namespace) -> str:
     words += ["--speculative-algorithm", one.algorithm, "--speculative-draft-model-path", args.head]
     words += ["--speculative-num-draft-tokens", f"{one.nodes}", "--speculative-eagle-topk", f"{one.width}"]
     words += ["--speculative-num-steps", f"{one.steps}"]
-    return shlex.join(words + ([] if one.gate is None else ["--talon-gate", f"{one.gate:g}"]))
+    words += [] if one.gate is None else ["--talon-gate", f"{one.gate:g}"]
+    return shlex.join(words + (["--talon-batch-budget", f"{batch_budget}"] if batch_budget else []))
 
 
 def read_acceptance(path: Path, prompt_set: str) -> dict[str, dict]:
@@ -162,6 +205,17 @@ def print_advice(choices: list[Choice], args: argparse.Namespace) -> None:
     if confirm := confirm_command(choices, args):
         console.print("To confirm it and its two neighbours on real servers:")
         console.print(confirm, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_shared(best: ForAll | None, args: argparse.Namespace) -> None:
+    if best is None:
+        return
+    budget = f"with a batch budget of {best.batch_budget}" if best.batch_budget else "without a batch budget"
+    speeds = ", ".join(f"{speed:.2f} at batch {batch}" for batch, speed in best.times_plain.items())
+    console.print(
+        f"One server for all of these loads: {best.policy.name} {budget}, {speeds} times plain decoding (predicted).", highlight=False
+    )
+    console.print(launch_command(best.policy, args, best.batch_budget), highlight=False, soft_wrap=True, markup=False)
 
 
 def confirm_command(choices: list[Choice], args: argparse.Namespace) -> str:

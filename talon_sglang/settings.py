@@ -33,13 +33,13 @@ class TalonSettings:
 
     def tree_for(self, requests: int) -> TreeConfig:
         """The tree of each request when so many decode together: the batch budget in equal shares, at least the root and at most N, with a
-        first layer in the same proportion.
+        first layer in the same proportion, but of two nodes where there is room: at 4 nodes, a second guess beats a third layer.
         """
-        tree = self.tree
-        nodes = max(1, min(tree.node_budget, self.batch_budget // requests)) if self.batch_budget else tree.node_budget
-        if nodes == tree.node_budget:
-            return tree
-        return replace(tree, node_budget=nodes, first_layer_width=math.ceil(tree.first_layer_width * nodes / tree.node_budget))
+        n, k = self.tree.node_budget, self.tree.first_layer_width
+        nodes = max(1, min(n, self.batch_budget // requests)) if self.batch_budget else n
+        if nodes == n:
+            return self.tree
+        return replace(self.tree, node_budget=nodes, first_layer_width=min(k, max(2, math.ceil(k * nodes / n)), max(1, nodes - 1)))
 
     def hand_over(self) -> None:
         os.environ[HANDOFF_ENV] = json.dumps(asdict(self))

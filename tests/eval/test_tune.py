@@ -108,3 +108,21 @@ def test_an_unknown_set_names_those_there_are(files, capsys):
     accept, cost = files
     assert main(["--accept", str(accept), "--cost", str(cost), "--set", "poems"]) == 1
     assert "all, code" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_one_server_for_several_loads_gets_a_batch_budget(files, capsys):
+    accept, cost = files
+    body = json.loads(accept.read_text())
+    body["summary"]["talon:4,2,10,0.03"] = {"all": figure(1.5, [1.0])}
+    accept.write_text(json.dumps(body))
+    printed = tuned(files, capsys, "--batch", "1", "2", "16")
+    # batch 1: 1.8 tokens in 10 + 4 + 1 ms; batch 2: four nodes each, 1.5 in 10 + 4 + 1; batch 16: the root alone, 1 in 10 + 8
+    line = next(line for line in " ".join(printed.split()).split("One server")[1:])
+    assert "talon:8,2,10,0.03 with a batch budget of 8, 1.20 at batch 1, 1.00 at batch 2, 0.56 at batch 16 times plain" in line
+    assert "--talon-batch-budget 8" in line
+
+
+def test_a_budget_whose_trees_were_not_measured_is_not_advised(files, capsys):
+    printed = " ".join(tuned(files, capsys, "--batch", "1", "2").split())
+    # a budget of 8 would give two sequences talon:4,2; one of 16 changes nothing, so none is named
+    assert "One server for all of these loads: talon:8,2,10,0.03 without a batch budget" in printed
