@@ -42,8 +42,9 @@ def regenerate(
     """
     found, report = read_prompts_with_report(prompts, settings.limit, split="train")
     print(f"{prompts.name}: {report}", flush=True)
-    for prompt in found:
-        del prompt.turns[settings.max_turns :]
+    if settings.max_turns is not None:
+        for prompt in found:
+            del prompt.turns[settings.max_turns :]
     if not found:
         raise RecipeError(f"{prompts.name} holds no usable prompt; see the reasons above.")
     file = AnswerFile(out, question(target_dir, found, settings))
