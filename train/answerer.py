@@ -17,6 +17,7 @@ from train.target import FrozenTarget
 PREFILL_TOKENS = 2048  # at most this many (padded) prompt tokens in one forward
 ROWS_AT_ONCE = 32
 SOURCE = "built-in decode loop"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def answer_here(
@@ -29,9 +30,9 @@ def answer_here(
     aux_layers: tuple[int, ...] | None = None,
 ) -> None:
     """Answer the jobs; `done` were answered before. With `features`, what training needs of the target is kept on the way."""
-    cuda = torch.cuda.is_available()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     layers = aux_layers if features else (0,)  # without features it does not matter which
-    target = FrozenTarget.load(target_dir, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu", layers)
+    target = FrozenTarget.load(target_dir, DTYPES[settings.precision], device, layers)
     store = FeatureStore(features.folder, target_fingerprint(target), features.dtype) if features else None
     total = (done + len(jobs)) * settings.max_new_tokens
     with (
@@ -172,7 +173,7 @@ class Answerer:
             self.refused[reason] = self.refused.get(reason, 0) + 1
         self.finished += 1
         self.advance(self.settings.max_new_tokens - job.steps)
-        self.emit(job.row(self.settings, SOURCE, truncated))
+        self.emit(job.row(self.settings, f"{SOURCE}, {self.settings.precision}", truncated))
 
 
 def end_of_answer(generation_config, tokenizer) -> set[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from train.data import Prompt
 from train.recipe import AnswerSettings, RecipeError
 
-NOT_ASKED = {"slots", "prompts", "limit", "max_turns", "file", "server"}  # settings that do not change the answers to given prompts
+NOT_ASKED = {"slots", "prompts", "limit", "max_turns", "file", "server", "precision"}  # settings that do not change the answers to given prompts
 SAMPLING = ("temperature", "max_new_tokens", "max_length", "seed")
 
 

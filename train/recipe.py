@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from train.machine import fast_bfloat16
 from train.paths import REPO, cache_dir
 
 
@@ -25,8 +26,15 @@ def _place(path: Path) -> Path:
 Place = Annotated[Path, AfterValidator(_place)]
 
 
+def _precision_here(precision: str) -> str:
+    return precision if precision != "auto" else "bf16" if fast_bfloat16() else "fp32"
+
+
+HERE = AfterValidator(_precision_here)  # no reader of a recipe ever sees "auto"
+
+
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), validate_default=True)
 
 
 class AnswerSettings(Strict):
@@ -41,6 +49,7 @@ class AnswerSettings(Strict):
     max_length: int = Field(2048, ge=16)  # prompt and answer together, in tokens
     temperature: float = Field(0.0, ge=0)
     samples_per_prompt: int = Field(1, ge=1)
+    precision: Annotated[Literal["auto", "fp32", "bf16"], HERE] = "auto"  # of the target in this process
     slots: int = Field(64, ge=1)
     seed: int = 0
 
@@ -104,7 +113,7 @@ class TrainSettings(Strict):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0)
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], HERE] = "auto"  # bf16 where it is fast
     zero_stage: Literal[0, 1, 2, 3] = 1
     offload_optimizer: bool = False  # to the host's memory: optimizer state and its step (ZeRO 1 to 3)
     offload_param: bool = False  # to the host's memory: weights that are not in use (ZeRO-3)
@@ -131,7 +140,7 @@ class TrainSettings(Strict):
     @model_validator(mode="after")
     def _engine(self):
         if self.zero_stage == 0 and self.precision != "fp32":
-            raise ValueError(f"precision {self.precision} needs fp32 master weights, which zero_stage 0 has not; use zero_stage 1")
+            raise ValueError(f"precision {self.precision} needs fp32 master weights, which zero_stage 0 has not; use zero_stage 1 or precision fp32")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
         if self.offload_param and self.zero_stage != 3:

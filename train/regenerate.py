@@ -83,6 +83,7 @@ def parse_args() -> argparse.Namespace:
         ("seed", int, "seed of the sampling"),
     ):
         parser.add_argument(f"--{name}", type=kind, help=text)
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), help="of the target in this process; auto: bf16 where it is fast")
     args = parser.parse_args()
     if args.features and args.server:
         parser.error("--features goes without --server, a server does not hand out hidden states; training computes them")

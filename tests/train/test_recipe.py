@@ -2,7 +2,7 @@ import pytest
 import torch
 import yaml
 
-from train.recipe import RecipeError, load_recipe
+from train.recipe import Recipe, RecipeError, load_recipe
 from train.trainer import check_machine, deepspeed_config, learning_rate
 from train.world import World
 
@@ -85,7 +85,7 @@ def test_a_random_lm_head_must_be_trained(repo_root):
     "sets, message",
     [
         (["train.precision=bf16", "train.zero_stage=0"], "precision bf16 needs fp32 master weights, which zero_stage 0 has not"),
-        (["train.offload_optimizer=true", "train.zero_stage=0"], "offload_optimizer needs zero_stage 1, 2 or 3"),
+        (["train.offload_optimizer=true", "train.zero_stage=0", "train.precision=fp32"], "offload_optimizer needs zero_stage 1, 2 or 3"),
         (["train.epochs=null"], "`train.epochs` is missing"),
     ],
 )
@@ -113,3 +113,26 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(repo_r
     with pytest.raises(RecipeError, match="`train.offload_optimizer` is true, but there is no GPU here"):
         check_machine(load_recipe(path, ["train.offload_optimizer=true"]).train, world)
     check_machine(load_recipe(path, ["train.precision=bf16"]).train, world)
+
+
+@pytest.mark.parametrize("fast, precision", [(True, "bf16"), (False, "fp32")])
+def test_auto_precision_is_the_machines_faster_one(raw, monkeypatch, fast, precision):
+    monkeypatch.setattr("train.recipe.fast_bfloat16", lambda: fast)
+    for section in ("answers", "train"):
+        raw[section].pop("precision", None)
+    default = Recipe.model_validate(raw)
+    auto = Recipe.model_validate(change(change(raw, "train", "precision", "auto"), "answers", "precision", "auto"))
+    named = Recipe.model_validate(change(change(raw, "train", "precision", "fp16"), "answers", "precision", "fp32"))
+    assert (default.answers.precision, default.train.precision) == (auto.answers.precision, auto.train.precision) == (precision, precision)
+    assert (named.answers.precision, named.train.precision) == ("fp32", "fp16")
+
+
+def test_fast_bfloat16_reads_the_cpu_flags(tmp_path, monkeypatch):
+    from train.machine import fast_bfloat16
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for flags, fast in (("fma avx512f avx512_bf16 vaes", True), ("amx_bf16", True), ("fma avx512f", False), ("avx512_bf16_not", False)):
+        cpuinfo = tmp_path / flags
+        cpuinfo.write_text(f"flags\t: {flags}\n")
+        assert fast_bfloat16(cpuinfo) is fast
+    assert fast_bfloat16(tmp_path / "none") is False

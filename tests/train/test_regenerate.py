@@ -56,7 +56,7 @@ def greedy(toy_dir, messages, count):
 
 def test_answers_equal_transformers_greedy_with_refilled_slots(toy_dir, prompts_file, tmp_path):
     out = tmp_path / "answers.jsonl"
-    regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=7, max_length=128, slots=3))
+    regenerate(toy_dir, prompts_file, out, AnswerSettings(precision="fp32", max_new_tokens=7, max_length=128, slots=3))
     rows = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert len(rows) == len(PROMPTS)
     for row in rows.values():
@@ -67,7 +67,7 @@ def test_answers_equal_transformers_greedy_with_refilled_slots(toy_dir, prompts_
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(toy_dir, prompts_file, tmp_path, capsys):
-    settings = AnswerSettings(max_new_tokens=6, max_length=128, slots=2, temperature=1.0, samples_per_prompt=2)
+    settings = AnswerSettings(precision="fp32", max_new_tokens=6, max_length=128, slots=2, temperature=1.0, samples_per_prompt=2)
     whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
     regenerate(toy_dir, prompts_file, whole, settings)
     lines = whole.read_bytes().splitlines(keepends=True)
@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(toy_dir, prompts_file,
 
 def test_features_kept_while_decoding_equal_a_forward(toy_dir, prompts_file, tmp_path):
     out, settings = tmp_path / "answers.jsonl", FeatureSettings(folder=tmp_path / "features", dtype="bf16")
-    regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=9, max_length=128, slots=4), settings)
+    regenerate(toy_dir, prompts_file, out, AnswerSettings(precision="fp32", max_new_tokens=9, max_length=128, slots=4), settings)
     target, tokenizer = FrozenTarget.load(toy_dir, torch.float32), AutoTokenizer.from_pretrained(toy_dir)
     source = FeatureSource(target, settings)
     chats = [encode_chat(tokenizer, c.messages, c.truncated) for c in read_conversations(out)[0]]
@@ -110,7 +110,7 @@ def test_inverse_transform_sampling_follows_the_distribution():
 def test_a_prompt_that_does_not_fit_is_counted(toy_dir):
     rows = []
     target, tokenizer = FrozenTarget.load(toy_dir, torch.float32), AutoTokenizer.from_pretrained(toy_dir)
-    answerer = Answerer(target, tokenizer, AnswerSettings(max_new_tokens=4, max_length=64), rows.append, lambda count: None)
+    answerer = Answerer(target, tokenizer, AnswerSettings(precision="fp32", max_new_tokens=4, max_length=64), rows.append, lambda count: None)
     answerer.run([Job(Prompt("long", "x", ["word " * 80]), 0), Job(Prompt("short", "x", ["word"]), 0)])
     assert {row["id"]: len(row["messages"]) for row in rows} == {"long": 0, "short": 2}
     assert dict(answerer.refused) == {"prompt and answer could exceed max_length 64": 1}
@@ -118,6 +118,6 @@ def test_a_prompt_that_does_not_fit_is_counted(toy_dir):
 
 def test_limit_and_max_turns_ask_less(toy_dir, prompts_file, tmp_path):
     out = tmp_path / "answers.jsonl"
-    regenerate(toy_dir, prompts_file, out, AnswerSettings(max_new_tokens=3, max_length=128, limit=4, max_turns=1))
+    regenerate(toy_dir, prompts_file, out, AnswerSettings(precision="fp32", max_new_tokens=3, max_length=128, limit=4, max_turns=1))
     rows = map(json.loads, out.read_text().splitlines())
     assert sorted((row["id"], len(row["messages"])) for row in rows) == [(f"p{i}", 2) for i in range(4)]
