@@ -13,7 +13,8 @@ from pathlib import Path
 from train.data import Prompt
 from train.recipe import AnswerSettings, RecipeError
 
-NOT_ASKED = {"slots", "prompts", "limit", "max_turns", "file", "server", "precision"}  # settings that do not change the answers to given prompts
+# Settings that do not change the answers to given prompts (another precision seldom does; a row's `source` records it).
+NOT_ASKED = {"slots", "prompts", "limit", "max_turns", "file", "server", "precision"}
 SAMPLING = ("temperature", "max_new_tokens", "max_length", "seed")
 
 

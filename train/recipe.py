@@ -140,7 +140,8 @@ class TrainSettings(Strict):
     @model_validator(mode="after")
     def _engine(self):
         if self.zero_stage == 0 and self.precision != "fp32":
-            raise ValueError(f"precision {self.precision} needs fp32 master weights, which zero_stage 0 has not; use zero_stage 1 or precision fp32")
+            fault = f"precision {self.precision} needs fp32 master weights, which zero_stage 0 has not"
+            raise ValueError(f"{fault}; use zero_stage 1 or precision fp32")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
         if self.offload_param and self.zero_stage != 3:

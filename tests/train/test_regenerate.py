@@ -110,7 +110,7 @@ def test_inverse_transform_sampling_follows_the_distribution():
 def test_a_prompt_that_does_not_fit_is_counted(toy_dir):
     rows = []
     target, tokenizer = FrozenTarget.load(toy_dir, torch.float32), AutoTokenizer.from_pretrained(toy_dir)
-    answerer = Answerer(target, tokenizer, AnswerSettings(precision="fp32", max_new_tokens=4, max_length=64), rows.append, lambda count: None)
+    answerer = Answerer(target, tokenizer, AnswerSettings(max_new_tokens=4, max_length=64), rows.append, lambda count: None)
     answerer.run([Job(Prompt("long", "x", ["word " * 80]), 0), Job(Prompt("short", "x", ["word"]), 0)])
     assert {row["id"]: len(row["messages"]) for row in rows} == {"long": 0, "short": 2}
     assert dict(answerer.refused) == {"prompt and answer could exceed max_length 64": 1}
