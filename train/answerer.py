@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from train.answers import AnswerFile, Job
 from train.decoder import SlotDecoder
 from train.features import Features, predicting, target_fingerprint
+from train.machine import DTYPES
 from train.masks import ChatEncoder, MaskError
 from train.progress import progress_bar
 from train.recipe import AnswerSettings, FeatureSettings
@@ -17,7 +18,6 @@ from train.target import FrozenTarget
 PREFILL_TOKENS = 2048  # at most this many (padded) prompt tokens in one forward
 ROWS_AT_ONCE = 32
 SOURCE = "built-in decode loop"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def answer_here(

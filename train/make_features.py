@@ -57,13 +57,13 @@ def _run(recipe, args) -> int:
     from train.dataset import FeatureSource, load_dataset
     from train.feature_size import describe_bytes
     from train.foreign_start import foreign_start
+    from train.machine import DTYPES
     from train.plan import Stored
     from train.target import FrozenTarget
 
     rank, size, device, barrier = _world()
     recipe, _ = foreign_start(recipe, AutoConfig.from_pretrained(recipe.target))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.train.precision]
-    target = FrozenTarget.load(recipe.target, dtype, device, recipe.head.aux_layers)
+    target = FrozenTarget.load(recipe.target, DTYPES[recipe.train.precision], device, recipe.head.aux_layers)
     source = FeatureSource(target, recipe.features)
     if args.prune:
         count, unused = source.store.others()

@@ -24,6 +24,7 @@ from train.engine_state import full_weights, restore
 from train.evaluation import HeldOut, evaluate, plain_head
 from train.foreign_start import ForeignStart, foreign_start
 from train.head import Eagle3Head, HeadConfig
+from train.machine import DTYPES
 from train.recipe import Recipe, RecipeError, TrainSettings
 from train.report import Reporter, check_trackers
 from train.schedule import Schedule, make_schedule
@@ -32,8 +33,6 @@ from train.ttt import DraftTarget, TTTModel
 from train.vocab import DraftVocab
 from train.warm_start import random_start, warm_start
 from train.world import World, join_world, sum_over_world
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass

@@ -12,9 +12,10 @@ import deepspeed
 import torch
 
 from tests.train.toy import toy_batch, toy_chats, toy_draft_target, toy_head, toy_target
+from train.machine import DTYPES
 from train.memory import REDUCE_BUCKET
 from train.recipe import TrainSettings
-from train.trainer import DTYPES, deepspeed_config
+from train.trainer import deepspeed_config
 from train.ttt import TTTModel
 from train.world import join_world
 
