@@ -22,6 +22,7 @@ from eval.results import Load, ResultsError, ResultsFile, command_without_paths,
 from eval.servers import RunningServer, ServerError, ServerSpec, serve
 from eval.stats import COUNTERS, AnswerRow, Block
 from eval.table import print_table
+from train.machine import fast_bfloat16_cpu
 
 EXAMPLES = f"""examples:
   # the three servers on a folder of prompt sets, four prompts of each
@@ -346,10 +347,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def fast_dtype(device: str) -> str:
-    """bfloat16, but float32 on a CPU without AVX-512, where PyTorch has no fast bfloat16 matrix product and verifying a draft crawls."""
-    cpuinfo = Path("/proc/cpuinfo")
-    slow_bfloat16 = not cpuinfo.exists() or "avx512" not in cpuinfo.read_text()
-    return "float32" if slow_bfloat16 and ServerSpec(Path(), device=device).on_cpu else "bfloat16"
+    """bfloat16, but float32 on a CPU without fast bfloat16 products, where verifying a draft crawls."""
+    return "bfloat16" if fast_bfloat16_cpu() or not ServerSpec(Path(), device=device).on_cpu else "float32"
 
 
 def talon_config(text: str) -> dict[str, int | float]:

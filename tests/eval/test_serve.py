@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -370,40 +369,3 @@ def test_a_head_of_another_target_is_refused_before_any_server_starts(world, arg
     assert serve.main(argv) == 1
     assert "has vocab_size 100 and its target 200" in " ".join(capsys.readouterr().out.split())
     assert world.started == []
-
-
-def test_sets_of_the_hub_are_streamed_and_cut(world, argv, monkeypatch):
-    calls = []
-    rows = {"openai/gsm8k": {"question": "1 + 1?"}, "tatsu-lab/alpaca": {"instruction": "Sort.", "input": "3 1 2"}}
-
-    def load_dataset(repository, config, *, split, streaming):
-        calls.append((repository, config, split, streaming))
-        return (rows[repository] for _ in range(1000))
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    argv[argv.index("--prompts") + 1] = "hub"
-    args = serve.parse_args([*argv, "--limit", "2", "--sets", "gsm8k", "alpaca"])
-    assert prompt_sets.load_sets(args) == {
-        "gsm8k": [("gsm8k-0", "1 + 1?"), ("gsm8k-1", "1 + 1?")],
-        "alpaca": [("alpaca-0", "Sort.\n\n3 1 2"), ("alpaca-1", "Sort.\n\n3 1 2")],
-    }
-    assert calls == [("openai/gsm8k", "main", "test", True), ("tatsu-lab/alpaca", None, "train", True)]
-
-
-@pytest.mark.parametrize("place", ["hub", "folder"])
-def test_a_set_that_is_not_there_is_named(world, argv, capsys, place):
-    if place == "hub":
-        argv[argv.index("--prompts") + 1] = "hub"
-    assert serve.main(with_flags(argv, "--sets", "poems")) == 1
-    assert "--sets names poems, which --prompts" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_hub_that_cannot_be_reached_is_one_sentence(world, argv, capsys, monkeypatch):
-    def load_dataset(*_args, **_kwargs):
-        raise ConnectionError("no route to host\nand many more lines")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    argv[argv.index("--prompts") + 1] = "hub"
-    assert serve.main(argv) == 1
-    sentence = "mt_bench (HuggingFaceH4/mt_bench_prompts) cannot be read from the hub (no route to host); pass a folder of prompt files."
-    assert sentence in " ".join(capsys.readouterr().out.split())

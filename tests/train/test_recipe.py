@@ -128,11 +128,12 @@ def test_auto_precision_is_the_machines_faster_one(raw, monkeypatch, fast, preci
 
 
 def test_fast_bfloat16_reads_the_cpu_flags(tmp_path, monkeypatch):
-    from train.machine import fast_bfloat16
+    from train.machine import fast_bfloat16, fast_bfloat16_cpu
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for flags, fast in (("fma avx512f avx512_bf16 vaes", True), ("amx_bf16", True), ("fma avx512f", False), ("avx512_bf16_not", False)):
         cpuinfo = tmp_path / flags
         cpuinfo.write_text(f"flags\t: {flags}\n")
-        assert fast_bfloat16(cpuinfo) is fast
-    assert fast_bfloat16(tmp_path / "none") is False
+        assert fast_bfloat16_cpu(cpuinfo) is fast
+    assert fast_bfloat16_cpu(tmp_path / "none") is False
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert fast_bfloat16() is True
