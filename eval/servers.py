@@ -185,7 +185,6 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     if spec.on_cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["TORCHDYNAMO_DISABLE"] = "1"  # compiling SGLang's small helpers takes longer than they ever save on a CPU
-        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if spec.threads is not None:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(spec.threads)
     return {**env, **spec.env}

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from talon_sglang.cpu.sgl_kernel import attend
+from talon_sglang.cpu.attention import Span
 from talon_sglang.tree import TreeBatch
 
 
@@ -35,20 +35,20 @@ class CpuTreeAttention(IntelAMXAttnBackend):
                 slots = torch.cat((table[rows[b], : prefixes[b]].long(), slots_BN[b, 1 : sizes[b]]))
                 visible = torch.ones(lanes, slots.numel(), dtype=torch.bool)
                 visible[:, prefixes[b] :] = trees.ancestors_BNN[b, node_L[first : first + lanes], 1 : sizes[b]]
-                self.spans.append((slice(first, first + lanes), slots, visible))
+                self.spans.append(Span(slice(first, first + lanes), slots[None], visible[None]))
             first += lanes
 
     def plan_chain(self, seq_len: int, req_pool_index: int, rows: int) -> None:
         """The lanes are the last `rows` tokens of one request's `seq_len` committed ones, each seeing all before it and itself."""
         slots = self.req_to_token_pool.req_to_token[req_pool_index, :seq_len].long()
         visible = torch.ones(rows, seq_len, dtype=torch.bool).tril(seq_len - rows)
-        self.spans = [(slice(0, rows), slots, visible)]
+        self.spans = [Span(slice(0, rows), slots[None], visible[None])]
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         q_LHD = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         o_LHD = q.new_empty(q_LHD.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        for lanes, slots, visible in self.spans:
-            o_LHD[lanes] = attend(q_LHD[lanes], keys[slots], values[slots], visible, layer.scaling)
+        for span in self.spans:
+            o_LHD[span.rows] = span.attend(q_LHD, keys, values, layer.scaling)
         return o_LHD.flatten(1)

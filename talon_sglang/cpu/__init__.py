@@ -26,13 +26,15 @@ def activate() -> None:
     if not installed("sgl_kernel"):
         importlib.import_module("talon_sglang.cpu.sgl_kernel").publish()
         keep_intel_amx_selectable()
+        keep_threads_awake()
 
 
 def register_hooks() -> None:
     """Called by the plugin's `load`, which is early enough for hooks; only where our stand-ins are in use."""
     stand_in = sys.modules.get("sgl_kernel")
     if stand_in is not None and getattr(stand_in, "__talon_stand_in__", False):
-        importlib.import_module("talon_sglang.cpu.linear").register_hooks()
+        for part in ("attention", "linear", "pointwise"):
+            importlib.import_module(f"talon_sglang.cpu.{part}").register_hooks()
 
 
 def wanted() -> bool:
@@ -62,3 +64,13 @@ def keep_intel_amx_selectable() -> None:
     from sglang.srt.runtime_context import get_platform
 
     get_platform()._overrides["has_amx"] = True
+
+
+def keep_threads_awake() -> None:
+    """PyTorch's second thread falls asleep between two products, and waking it costs as much as a product of a small model.
+
+    Spinning for a few milliseconds before it sleeps made a plain server on two Zen 5 cores 1.3 times as fast, a TALON one 1.4 times. OpenMP
+    reads this when it is loaded, so it counts for the processes that this one starts, which is where the models run.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000000")

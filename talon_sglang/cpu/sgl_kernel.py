@@ -3,7 +3,7 @@
 The signatures are those of the call sites in `sglang/kernels/ops/{speculative,kvcache}`, `sglang/srt/mem_cache/allocation.py` and
 `intel_amx_backend.py`. See `talon_sglang/cpu/__init__.py` for when they are used.
 
-Suffixes: B requests, N tree nodes per request, L KV length, H query heads, G query heads per KV head, D head size.
+Suffixes: B requests, N tree nodes per request, V vocabulary. Attention itself: `attention.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import sys
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+
+from talon_sglang.cpu.attention import Kept, decode_spans, extend_spans
 
 __talon_stand_in__ = True
 __version__ = "0.4.10+talon.pytorch"
@@ -184,69 +185,15 @@ def verify_tree_greedy_cpu(
 # ---------------------------------------------------------------- attention
 
 
-def attend(q_NHD, k_LGD, v_LGD, mask_NL, scale):
-    """Softmax attention with the query heads of one KV head stacked as rows, so that grouped-query heads need no copies of K and V.
-    `mask_NL` True = visible, None = all.
-    """
-    n, heads, size = q_NHD.shape
-    kv_heads = k_LGD.shape[1]
-    group = heads // kv_heads
-    q = q_NHD.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, size)
-    k, v = k_LGD.transpose(0, 1)[None].to(q.dtype), v_LGD.transpose(0, 1)[None].to(q.dtype)
-    mask = None if mask_NL is None else mask_NL.repeat(group, 1)[None, None]
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return o.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
-
-
-def attend_batch(q_BNHD, k_BLGD, v_BLGD, mask_BNL, scale):
-    """`attend` for requests of one number of new tokens, padded to one KV length."""
-    batch, n, heads, size = q_BNHD.shape
-    kv_heads = k_BLGD.shape[2]
-    group = heads // kv_heads
-    q = q_BNHD.view(batch, n, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * n, size)
-    k, v = k_BLGD.transpose(1, 2).to(q.dtype), v_BLGD.transpose(1, 2).to(q.dtype)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BNL.repeat(1, group, 1)[:, None], scale=scale)
-    return o.reshape(batch, kv_heads, group, n, -1).permute(0, 3, 1, 2, 4).reshape(batch, n, heads, -1)
-
-
-def worth_padding(lengths: list[int]) -> bool:
-    return len(lengths) > 1 and 2 * max(lengths) * len(lengths) <= 3 * sum(lengths)
-
-
 def extend_attention_cpu(
     q, k, v, o, k_buffer, v_buffer, k_scale, v_scale, req_to_token, req_pool_indices, seq_lens, extend_lens, extend_start, max_extend_len,
     scale, logit_cap, is_cross, window, encoder_lens=None, sinks=None, tree_mask=None, is_causal=True,
 ):  # fmt: skip
     """New tokens against their request's KV (already written): causal among themselves, or by `tree_mask` (flat N*N per request)."""
     refuse_unsupported(logit_cap, is_cross, window, sinks)
-    lengths, news = seq_lens.tolist(), extend_lens.tolist()
-    if is_causal and len(set(news)) == 1 and worth_padding(lengths):
-        batch, n, longest = len(lengths), news[0], max(lengths)
-        slots_BL = req_to_token[req_pool_indices.long(), :longest].long()
-        column_L, length_B11 = torch.arange(longest), seq_lens.long()[:, None, None]
-        offset_BNL = column_L - (length_B11 - n)  # 0 is the first new token; rows of the table beyond a request's length are masked
-        if tree_mask is None:
-            mask_BNL = offset_BNL <= torch.arange(n)[:, None]
-        else:
-            tree_BNN = tree_mask[: batch * n * n].view(batch, n, n)
-            inside_BNL = offset_BNL.clamp(0, n - 1).expand(batch, n, longest)
-            mask_BNL = (offset_BNL < 0) | (tree_BNN.gather(2, inside_BNL) & (offset_BNL < n))
-        slots_BL = torch.where(column_L < length_B11[:, 0], slots_BL, slots_BL[:, :1])
-        o_BNHD = attend_batch(q[: batch * n].view(batch, n, *q.shape[1:]), k_buffer[slots_BL], v_buffer[slots_BL], mask_BNL, scale)
-        o[: batch * n] = o_BNHD.reshape(batch * n, *o.shape[1:])
-        return
-    mask_at = 0
-    for row, length, new, first in zip(req_pool_indices.tolist(), lengths, news, extend_start.tolist()):
-        slots = req_to_token[row, :length].long()
-        mask_NL = None
-        if is_causal:
-            mask_NL = torch.ones(new, length, dtype=torch.bool)
-            if tree_mask is None:
-                mask_NL[:, length - new :] = torch.ones(new, new, dtype=torch.bool).tril()
-            else:
-                mask_NL[:, length - new :] = tree_mask[mask_at : mask_at + new * new].view(new, new)
-                mask_at += new * new
-        o[first : first + new] = attend(q[first : first + new], k_buffer[slots], v_buffer[slots], mask_NL, scale)
+    sources = req_to_token, req_pool_indices, seq_lens, extend_lens, extend_start, tree_mask, is_causal
+    for span in Kept.of(sources, extend_spans):
+        o[span.rows] = span.attend(q, k_buffer, v_buffer, scale)
 
 
 def decode_attention_cpu(
@@ -258,16 +205,8 @@ def decode_attention_cpu(
     if k is not None:
         k_buffer[loc] = k.view(-1, *k_buffer.shape[1:]).to(k_buffer.dtype)
         v_buffer[loc] = v.view(-1, *v_buffer.shape[1:]).to(v_buffer.dtype)
-    lengths = seq_lens.tolist()
-    if worth_padding(lengths):
-        slots_BL = req_to_token[req_pool_indices.long(), : max(lengths)].long()
-        visible_BL = torch.arange(max(lengths)) < seq_lens.long()[:, None]
-        slots_BL = torch.where(visible_BL, slots_BL, slots_BL[:, :1])
-        o[:] = attend_batch(q[:, None], k_buffer[slots_BL], v_buffer[slots_BL], visible_BL[:, None], scale)[:, 0].view_as(o)
-        return
-    for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), lengths)):
-        slots = req_to_token[row, :length].long()
-        o[i : i + 1] = attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], None, scale)
+    for span in Kept.of((req_to_token, req_pool_indices, seq_lens), decode_spans):
+        o[span.rows] = span.attend(q, k_buffer, v_buffer, scale).view_as(o[span.rows])
 
 
 def refuse_unsupported(logit_cap, is_cross, window, sinks) -> None:

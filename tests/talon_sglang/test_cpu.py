@@ -9,7 +9,7 @@ import torch
 
 from talon_sglang import cpu
 from talon_sglang.cpu import sgl_kernel as ops
-from talon_sglang.cpu.linear import MAX_ROWS, few_rows_linear
+from talon_sglang.cpu.linear import Packed, packed_linear
 
 PROBE = """
 import sys, types
