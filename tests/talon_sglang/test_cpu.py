@@ -3,12 +3,16 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from talon_sglang import cpu
+from talon_sglang.cpu import pointwise
 from talon_sglang.cpu import sgl_kernel as ops
+from talon_sglang.cpu.attention import Kept, decode_spans, worth_padding
 from talon_sglang.cpu.linear import Packed, packed_linear
 
 PROBE = """
@@ -79,7 +83,7 @@ def slow_attention(q, keys, values, visible, scale):
 @pytest.mark.parametrize("lengths", [[17, 9], [23, 5]], ids=["padded", "one by one"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_extend_attention(masked, lengths):
-    assert ops.worth_padding(lengths) == (lengths[0] == 17)
+    assert worth_padding(lengths) == (lengths[0] == 17)
     generator = torch.Generator().manual_seed(1)
     slots, keys, values = pool(generator)
     rows, lengths, new = torch.tensor([2, 0]), torch.tensor(lengths), torch.tensor([5, 5])
@@ -130,16 +134,92 @@ def test_decode_attention_writes_then_reads(lengths):
         torch.testing.assert_close(o[b], slow_attention(q[b], keys, values, slots[rows[b], : lengths[b]].long(), 0.3))
 
 
-def test_few_rows_linear_is_linear():
+def test_packed_products_are_products():
     generator = torch.Generator().manual_seed(4)
     weight, bias = torch.randn(30, 20, generator=generator), torch.randn(30, generator=generator)
-    for rows in (1, 2, 16, MAX_ROWS + 1):
-        for dtype in (torch.float32, torch.bfloat16):
-            x, w = torch.randn(rows, 20, generator=generator).to(dtype), weight.to(dtype)
-            torch.testing.assert_close(few_rows_linear(x, w), torch.nn.functional.linear(x, w))
-            got = few_rows_linear(x, w, bias.to(dtype))
-            torch.testing.assert_close(got, torch.nn.functional.linear(x, w, bias.to(dtype)))
-            assert got.is_contiguous()
+    for dtype in (torch.float32, torch.bfloat16):
+        w, b = weight.to(dtype), bias.to(dtype)
+        for rows in (0, 1, 2, 16, 300):
+            x = torch.randn(rows, 20, generator=generator).to(dtype)
+            torch.testing.assert_close(packed_linear(x, w), F.linear(x, w))
+            torch.testing.assert_close(packed_linear(x, w, b), F.linear(x, w, b))
+            wide = torch.randn(rows, 40, generator=generator).to(dtype)  # rows that do not follow each other
+            torch.testing.assert_close(packed_linear(wide[:, 20:], w), F.linear(wide[:, 20:], w))
+
+
+def test_a_changed_weight_is_packed_again():
+    weight, x = torch.nn.Parameter(torch.ones(30, 20), requires_grad=False), torch.ones(2, 20)
+    assert packed_linear(x, weight).unique().tolist() == [20]
+    weight.mul_(2)
+    assert packed_linear(x, weight).unique().tolist() == [40]
+    weight.data.copy_(torch.full((30, 20), 3.0))  # SGLang's loaders write like this; its updates end with `forget`
+    Packed.forget()
+    assert packed_linear(x, weight).unique().tolist() == [60]
+
+
+def test_nothing_is_packed_that_would_fill_the_memory(monkeypatch):
+    weight = torch.randn(30, 20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1000_000, available=100_000))
+    assert Packed.of(weight) is None
+    assert packed_linear(torch.ones(2, 20), weight).shape == (2, 30)
+
+
+def test_spans_last_for_one_forward():
+    table, rows, lengths = torch.arange(40).view(4, 10), torch.tensor([1]), torch.tensor([3])
+    Kept.forget()
+    spans = Kept.of((table, rows, lengths), decode_spans)
+    assert spans[0].slots_BL.tolist() == [[10, 11, 12]]
+    lengths += 1
+    assert Kept.of((table, rows, lengths), decode_spans) is spans  # the next layer; SGLang changes no length between layers
+    Kept.forget()  # the next forward
+    assert Kept.of((table, rows, lengths), decode_spans)[0].slots_BL.tolist() == [[10, 11, 12, 13]]
+    assert Kept.of((table, rows, lengths.clone()), decode_spans)[0].slots_BL.shape == (1, 4)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_norm_and_rotary_embedding_are_sglangs(dtype, tolerance):
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+    generator = torch.Generator().manual_seed(6)
+    x, residual = (torch.randn(5, 64, generator=generator).to(dtype) for _ in range(2))
+    norm = RMSNorm(64, eps=1e-5)
+    norm.weight.data.uniform_(0.5, 2, generator=generator)
+    norm.to(dtype)
+    close = dict(rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(pointwise.rms_norm(fail, norm, x), RMSNorm.forward_native(norm, x), **close)
+    got, want = pointwise.rms_norm(fail, norm, x, residual.clone()), RMSNorm.forward_native(norm, x, residual.clone())
+    torch.testing.assert_close(got[0], want[0], **close)
+    torch.testing.assert_close(got[1], want[1], rtol=0, atol=0)
+
+    rope = RotaryEmbedding(16, 16, 512, 10000, True, dtype)
+    for positions in (torch.tensor([3, 0, 500, 77, 3]), torch.tensor([4, 0, 500, 77, 3])):
+        qkv = torch.randn(5, 6 * 16, generator=generator).to(dtype)
+        query, key, _ = qkv.split((4 * 16, 16, 16), dim=-1)
+        got = pointwise.rotary_embedding(fail, rope, positions, query, key)
+        for mine, theirs in zip(got, RotaryEmbedding.forward_native(rope, positions, query, key)):
+            torch.testing.assert_close(mine, theirs, **close)
+
+
+def fail(*_args, **_kwargs):
+    raise AssertionError("SGLang's own form was asked for")
+
+
+def test_other_norms_and_embeddings_stay_sglangs():
+    norm = SimpleNamespace(
+        variance_size_override=None,
+        override_orig_dtype=None,
+        fp32_residual=True,
+        cast_x_before_out_mul=False,
+        weight=torch.ones(4),
+        hidden_size=4,
+    )
+    rope = SimpleNamespace(is_neox_style=False, rotary_dim=8, head_size=8)
+    x, positions = torch.ones(2, 4), torch.tensor([0, 1])
+    assert pointwise.rms_norm(lambda *args: args, norm, x) == (norm, x, None, None)
+    assert pointwise.rotary_embedding(lambda *args: args, rope, positions, x, x) == (rope, positions, x, x, None, None)
 
 
 def test_slot_operators_against_loops():
