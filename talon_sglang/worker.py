@@ -12,10 +12,11 @@ Suffixes: B requests, L lanes, N node budget, H hidden size, V draft vocabulary,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
 from sglang.srt.speculative.eagle_worker_common import prepare_for_draft
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
@@ -41,6 +42,8 @@ class TalonWorker(EAGLEWorkerV2):
         self._draft_worker.__class__ = draft_worker_class(server_args)
         self._draft_worker.tree_config = settings.tree
         target_worker.model_runner.sampler.__class__ = SeededSampler  # the same state, other draws for requests with seeds
+        runner = self._draft_worker.draft_runner
+        runner.weight_updater = HeadUpdater(**{field.name: getattr(runner.weight_updater, field.name) for field in fields(WeightUpdater)})
         self.observer = Observer(settings.trace)
         self.clock = self._draft_worker.clock = Clock()
         self.clock.wrap_forward(target_worker, "forward_batch_generation")
@@ -202,6 +205,15 @@ class TalonDraftWorker(EagleDraftWorker):
         hidden_size, dtype = get_draft_recurrent_hidden_state_spec(self.draft_runner)
         state = result.next_draft_input
         state.topk_p, state.topk_index, state.hidden_states = empty_draft_state(len(batch.reqs), self.topk, hidden_size, dtype, self.device)
+
+
+class HeadUpdater(WeightUpdater):
+    """A checkpoint on disk is the target's. SGLang loads it into the draft as well, which fails on its shapes and ends the scheduler."""
+
+    __slots__ = ()
+
+    def update_weights_from_disk(self, *_args, **_kwargs):
+        return True, "TALON's draft head keeps its weights when the target's are updated from disk."
 
 
 def draft_worker_class(server_args) -> type[TalonDraftWorker]:

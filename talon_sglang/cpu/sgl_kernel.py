@@ -84,7 +84,8 @@ def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_l
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
     """Move KV rows inside each layer's buffer; the buffers come as raw addresses and row sizes in bytes."""
-    target, source = tgt_loc.numpy(), src_loc.numpy()
+    moved = tgt_loc != src_loc  # often none: the likeliest path comes first in the verify window
+    target, source = tgt_loc[moved].numpy(), src_loc[moved].numpy()
     if target.size == 0:
         return
     rows = int(max(target.max(), source.max())) + 1
