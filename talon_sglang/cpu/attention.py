@@ -17,12 +17,12 @@ import torch.nn.functional as F
 class Span:
     """Requests that attention takes together: of one number of new tokens, padded to one KV length.
 
-    rows: where their new tokens are in the batch, request after request
+    rows: where their new tokens are in the batch, request after request (a slice, or indices)
     slots_BL: KV slots; any valid ones beyond a request's length
     visible_BNL: which of them a new token sees; None = all
     """
 
-    rows: slice
+    rows: slice | torch.Tensor
     slots_BL: torch.Tensor
     visible_BNL: torch.Tensor | None = None
     bias: dict = field(default_factory=dict)  # visible_BNL as SDPA wants it, by head grouping and dtype
